@@ -1,0 +1,70 @@
+"""Every environment variable the package reads: name, type, default and help, in one table.
+
+``VARIABLE.get()`` reads the environment at call time; a value of the wrong form is a ``ConfigError``.
+``docs/parameters.md`` is checked against ``TABLE`` by a test.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from backend_engine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EnvVar(Generic[T]):
+    """One environment variable. ``parse`` raises ``ValueError`` on a bad value; ``allowed`` says what is good."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    allowed: str
+    help: str
+
+    def get(self) -> T:
+        """Value from the environment, or the default when unset or empty. Raises ``ConfigError``."""
+        raw = os.environ.get(self.name, "")
+        if not raw:
+            return self.default
+        try:
+            return self.parse(raw)
+        except ValueError:
+            raise ConfigError(f"environment variable {self.name}={raw!r} is not allowed; use {self.allowed}") from None
+
+
+def _flag(raw: str) -> bool:
+    if raw not in ("0", "1"):
+        raise ValueError(raw)
+    return raw == "1"
+
+
+def _level(raw: str) -> str:
+    if raw.lower() not in ("debug", "info", "warning", "error"):
+        raise ValueError(raw)
+    return raw.lower()
+
+
+ENGINE_LOG = EnvVar("ENGINE_LOG", "info", _level, "debug, info, warning or error", "Log level of the package.")
+ENGINE_CHECK_INVARIANTS = EnvVar(
+    "ENGINE_CHECK_INVARIANTS", False, _flag, "0 or 1", "Recompute and check the KV cache's bookkeeping after each step."
+)
+ENGINE_DUMP_STEPS = EnvVar(
+    "ENGINE_DUMP_STEPS", "", str, "a file path", "Append one redacted JSON record per step to this file."
+)
+ENGINE_DRAIN_FILE = EnvVar(
+    "ENGINE_DRAIN_FILE",
+    "",
+    str,
+    "a file path",
+    "When this file appears, the engine model ends its streams and refuses new requests (the launcher's doing).",
+)
+
+TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
+    ENGINE_LOG,
+    ENGINE_CHECK_INVARIANTS,
+    ENGINE_DUMP_STEPS,
+    ENGINE_DRAIN_FILE,
+)
