@@ -1,0 +1,105 @@
+"""What happens to a request before it is queued: checked against the engine's limits, and resolved.
+
+Runs in the submitting thread; pure. Everything that can be refused is refused here, by name.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from backend_engine.config.sampling_params import MAX_SEED, SamplingParams
+from backend_engine.core.request import StopConditions
+from backend_engine.errors import InvalidRequestError
+from backend_engine.text.tokenizer import Tokenizer
+
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+
+
+class AdmissionLimits(NamedTuple):
+    """What the engine can hold. ``end_ids`` are the model's own; ``max_context_tokens`` is ``None`` with chunking."""
+
+    vocab_size: int
+    max_seq_len: int
+    kv_num_blocks: int
+    kv_tokens_per_block: int
+    max_context_tokens: int | None
+    end_ids: frozenset[int]
+
+    @property
+    def kv_num_tokens(self) -> int:
+        return self.kv_num_blocks * self.kv_tokens_per_block
+
+
+def check_prompt(prompt_token_ids: Sequence[int], limits: AdmissionLimits) -> list[int]:
+    """The prompt as a list of ints, or ``InvalidRequestError``."""
+    num_tokens = len(prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt is empty: it must have at least one token")
+    if num_tokens >= limits.max_seq_len:
+        raise InvalidRequestError(
+            f"Prompt length ({num_tokens}) exceeds maximum input length ({limits.max_seq_len - 1}): "
+            f"max_seq_len is {limits.max_seq_len}, one token of which is kept for the output"
+        )
+    if limits.max_context_tokens is not None and num_tokens > limits.max_context_tokens:
+        raise InvalidRequestError(
+            f"Prompt length ({num_tokens}) exceeds maximum input length ({limits.max_context_tokens}): "
+            f"that is max_num_tokens, and chunked context is off"
+        )
+    if num_tokens > limits.kv_num_tokens:
+        size = limits.kv_tokens_per_block
+        raise InvalidRequestError(
+            f"the prompt of {num_tokens} tokens needs {-(-num_tokens // size)} KV cache blocks of {size} tokens; "
+            f"the cache has {limits.kv_num_blocks} blocks ({limits.kv_num_tokens} tokens)"
+        )
+    ids = np.asarray(prompt_token_ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise InvalidRequestError("prompt_token_ids must be a flat list of integers")
+    bad = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if bad.size:
+        raise InvalidRequestError(
+            f"token id {int(bad[0])} of the prompt is outside the vocabulary of {limits.vocab_size}"
+        )
+    return [int(i) for i in ids]
+
+
+def resolve_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Turn bad words into token ids, in each of their spellings. Without a tokenizer words are refused."""
+    if tokenizer is None:
+        for name in ("stop", "bad"):
+            if getattr(params, name):
+                raise InvalidRequestError(f"{name} words need a tokenizer, and this engine was started without one")
+        return params
+    if not params.bad:
+        return params
+    ids = [variant for word in params.bad for variant in tokenizer.token_variants(word)]
+    return dataclasses.replace(params, bad=None, bad_token_ids=[*(params.bad_token_ids or ()), *ids])
+
+
+def stop_conditions(params: SamplingParams, num_prompt_tokens: int, limits: AdmissionLimits) -> StopConditions:
+    """Limits clamped to what fits, and the ids that end this request."""
+    bias = params.embedding_bias
+    if bias is not None and len(bias) != limits.vocab_size:
+        raise InvalidRequestError(f"embedding_bias has {len(bias)} entries; the vocabulary has {limits.vocab_size}")
+    if params.ignore_eos or params.end_id == -1:
+        end_ids: frozenset[int] = frozenset()
+    else:
+        end_ids = limits.end_ids if params.end_id is None else frozenset((params.end_id,))
+    room = min(limits.max_seq_len - num_prompt_tokens, limits.kv_num_tokens - num_prompt_tokens + 1)
+    return StopConditions(
+        max_output_tokens=min(params.max_tokens, room),
+        min_output_tokens=params.min_tokens,
+        end_ids=end_ids | frozenset(params.stop_token_ids or ()),
+        stop_sequences=tuple(tuple(sequence) for sequence in params.stop_sequences or ()),
+    )
+
+
+def sequence_seed(seed: int, sequence_index: int) -> int:
+    """Seed of sequence ``sequence_index``: the request's own for the first, a mixed one for the rest (SplitMix64)."""
+    if sequence_index == 0:
+        return seed
+    mixed = (seed + sequence_index * _GOLDEN_RATIO) & MAX_SEED
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,51 @@
+"""``EngineArgs``: what a caller of ``LLM`` may say, with ``None`` or ``auto`` for what it leaves to us.
+
+``resolve.py`` turns it into an ``EngineConfig``. No logic here but the check of names.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
+from backend_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Arguments of ``LLM``.
+
+    model: Hugging Face folder. tokenizer: folder, ``None`` = the model's own. dtype: ``auto`` (float32 on a CPU,
+    the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``. device: ``auto``, ``cpu``, ``cuda``.
+    max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
+    skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.
+    debug_*: test hooks (``executor/fault_injection.py``).
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    kv_cache_config: KvCacheConfig | None = None
+    scheduler_config: SchedulerConfig | None = None
+    attention_backend: str = "auto"
+    num_threads: int = 0
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = False
+    debug_step_delay_ms: float = 0.0
+    debug_fail_on_tokens: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, model: str, tokenizer: str | None, kwargs: dict[str, Any]) -> "EngineArgs":
+        """Build from keyword arguments; an unknown one is a ``ConfigError`` that names the nearest."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+                raise ConfigError(f"LLM() has no argument {name!r}{hint}")
+        return cls(model=model, tokenizer=tokenizer, **kwargs)

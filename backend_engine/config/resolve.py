@@ -1,0 +1,140 @@
+"""The only place where "auto" becomes a value: ``EngineArgs`` + checkpoint + device -> ``EngineConfig``.
+
+Pure: reads no file, asks no device. Every automatic choice comes back with its reason, to be logged once.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from backend_engine.config.engine_args import EngineArgs
+from backend_engine.config.engine_config import EngineConfig, KvCacheConfig, SchedulerConfig
+from backend_engine.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+GPU_MAX_NUM_TOKENS = 8192
+
+
+class DeviceInfo(NamedTuple):
+    """What the machine offers: whether torch sees a CUDA device, and how many CPU cores this process may use."""
+
+    has_cuda: bool
+    num_cpus: int
+
+
+class Resolved(NamedTuple):
+    """The configuration, and one line a choice that was made automatically."""
+
+    config: EngineConfig
+    reasons: list[str]
+
+
+def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo) -> Resolved:
+    """Decide every automatic value and check the rest; ``ConfigError`` names field, value and what is allowed."""
+    reasons: list[str] = []
+    device = _choose(args.device, "device", DEVICES) or _device(device_info, reasons)
+    if device == "cuda" and not device_info.has_cuda:
+        raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use device 'cpu' or 'auto'")
+    dtype = _choose(args.dtype, "dtype", DTYPES) or _dtype(device, hf_config, reasons)
+    max_seq_len = _max_seq_len(args.max_seq_len, hf_config, reasons)
+    scheduler = _scheduler(args, device, max_seq_len, reasons)
+    kv_cache = args.kv_cache_config or KvCacheConfig()
+    _check_kv_cache(kv_cache)
+    num_threads = args.num_threads
+    if num_threads < 0:
+        raise ConfigError(f"num_threads {num_threads} is out of range; it must be 0 (one per usable core) or more")
+    if num_threads == 0:
+        num_threads = device_info.num_cpus
+        reasons.append(f"num_threads {num_threads}: the CPU cores this process may use")
+    config = EngineConfig(
+        model_dir=args.model,
+        dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        kv_cache=kv_cache,
+        scheduler=scheduler,
+        attention_backend=args.attention_backend,
+        num_threads=num_threads,
+        debug_step_delay_ms=args.debug_step_delay_ms,
+        debug_fail_on_tokens=args.debug_fail_on_tokens,
+    )
+    return Resolved(config, reasons)
+
+
+def _choose(value: str, name: str, allowed: tuple[str, ...]) -> str | None:
+    if value == "auto":
+        return None
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r} is not allowed; use auto, {', '.join(allowed)}")
+    return value
+
+
+def _device(info: DeviceInfo, reasons: list[str]) -> str:
+    device = "cuda" if info.has_cuda else "cpu"
+    reasons.append(f"device {device}: torch sees {'a' if info.has_cuda else 'no'} CUDA device")
+    return device
+
+
+def _dtype(device: str, hf_config: dict[str, Any], reasons: list[str]) -> str:
+    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if device == "cpu":
+        reasons.append("dtype float32: fastest for matrix products on a CPU without native 16-bit units")
+        return "float32"
+    dtype = stated if stated in ("bfloat16", "float16") else "bfloat16"
+    reasons.append(f"dtype {dtype}: the checkpoint states {stated}")
+    return str(dtype)
+
+
+def _max_seq_len(value: int | None, hf_config: dict[str, Any], reasons: list[str]) -> int:
+    positions = hf_config.get("max_position_embeddings")
+    if value is None:
+        if not isinstance(positions, int):
+            raise ConfigError("max_seq_len must be set: config.json has no max_position_embeddings")
+        reasons.append(f"max_seq_len {positions}: max_position_embeddings of the checkpoint")
+        return positions
+    if value < 2:
+        raise ConfigError(f"max_seq_len {value} is out of range; it must be 2 or more")
+    if isinstance(positions, int) and value > positions:
+        raise ConfigError(f"max_seq_len {value} is more than the checkpoint's max_position_embeddings {positions}")
+    return value
+
+
+def _scheduler(args: EngineArgs, device: str, max_seq_len: int, reasons: list[str]) -> SchedulerConfig:
+    scheduler = args.scheduler_config or SchedulerConfig()
+    if args.max_batch_size is not None:
+        scheduler = dataclasses.replace(scheduler, max_batch_size=args.max_batch_size)
+    if args.max_num_tokens is not None:
+        scheduler = dataclasses.replace(scheduler, max_num_tokens=args.max_num_tokens)
+    elif args.scheduler_config is None:
+        budget = max(GPU_MAX_NUM_TOKENS if device == "cuda" else scheduler.max_num_tokens, scheduler.max_batch_size)
+        scheduler = dataclasses.replace(scheduler, max_num_tokens=budget)
+        reasons.append(f"max_num_tokens {budget}: a step on a {device} that keeps running streams responsive")
+    for name, low in (("max_batch_size", 1), ("max_num_tokens", 1), ("chunk_unit_size", 1), ("max_queue_size", 0)):
+        value = getattr(scheduler, name)
+        if value < low:
+            raise ConfigError(f"{name} {value} is out of range; it must be {low} or more")
+    if scheduler.max_num_tokens < scheduler.max_batch_size:
+        raise ConfigError(
+            f"max_num_tokens {scheduler.max_num_tokens} must not be less than max_batch_size "
+            f"{scheduler.max_batch_size}, or running requests would delay each other"
+        )
+    if scheduler.chunk_unit_size > scheduler.max_num_tokens:
+        raise ConfigError(
+            f"chunk_unit_size {scheduler.chunk_unit_size} must not be more than max_num_tokens "
+            f"{scheduler.max_num_tokens}, or no chunk would ever fit"
+        )
+    return scheduler
+
+
+def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
+    if kv_cache.tokens_per_block < 1:
+        raise ConfigError(f"tokens_per_block {kv_cache.tokens_per_block} is out of range; it must be 1 or more")
+    if kv_cache.max_tokens is not None and kv_cache.max_tokens < kv_cache.tokens_per_block:
+        raise ConfigError(
+            f"max_tokens {kv_cache.max_tokens} of the KV cache is less than one block of "
+            f"tokens_per_block {kv_cache.tokens_per_block} tokens"
+        )
+    if not 0 < kv_cache.free_gpu_memory_fraction <= 1:
+        raise ConfigError(
+            f"free_gpu_memory_fraction {kv_cache.free_gpu_memory_fraction} is out of range; it must be in (0, 1]"
+        )

@@ -1,0 +1,346 @@
+"""``PyExecutor``: the loop that turns requests into tokens, and the only place that knows both wings.
+
+One thread calls ``step`` again and again; each step calls every room once, in one order. Other threads only
+``enqueue``, ``cancel``, read ``stats`` and ``shutdown``. Cancellation enters at admit, failure leaves at emit.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from backend_engine.core.batch import SchedulerOutput
+from backend_engine.core.outputs import DecoderOutput, RequestOutput, Usage
+from backend_engine.core.request import FinishReason, LlmRequest
+from backend_engine.errors import DeadlineExceededError, EngineError, OutOfCapacityError, StepFailedError
+from backend_engine.executor.deadlines import Deadlines
+from backend_engine.executor.iteration_stats import EngineStats, IterationStats, StatsRecorder
+from backend_engine.executor.request_queue import RequestQueue
+from backend_engine.executor.rooms import DecodeHandleRoom, Rooms
+from backend_engine.executor.stop_criteria import Finish, finish_reason
+from backend_engine.logger import get_logger
+
+_logger = get_logger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+STUCK_POLL_S = 0.01
+
+
+class _Launched(NamedTuple):
+    """A step whose tokens are on their way, and when its stages began (``perf_counter`` seconds)."""
+
+    output: SchedulerOutput
+    handle: DecodeHandleRoom
+    marks: tuple[float, float, float]
+
+
+class PyExecutor:
+    """Runs requests to their end. ``max_batch_size`` is reported in the statistics only.
+
+    ``depth`` is how many steps may be on their way: 1 waits for each step's tokens before the next is planned;
+    2 would plan step N+1 while the device computes step N (``promise`` and ``advance`` are kept for that).
+    """
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        *,
+        max_batch_size: int,
+        max_queue_size: int = 0,
+        check_invariants: bool = False,
+        depth: int = 1,
+    ) -> None:
+        self._scheduler = rooms.scheduler
+        self._kv_cache = rooms.kv_cache
+        self._model_engine = rooms.model_engine
+        self._decoder = rooms.decoder
+        self._faults = rooms.faults
+        self._dump = rooms.dump
+        self._max_batch_size = max_batch_size
+        self._check_invariants = check_invariants
+        self._depth = depth
+        self._queue = RequestQueue(max_queue_size)
+        self._deadlines = Deadlines()
+        self._requests: dict[int, LlmRequest] = {}
+        self._launched: deque[_Launched] = deque()
+        self._outgoing: list[tuple[LlmRequest, RequestOutput]] = []
+        self._recorder = StatsRecorder()
+        self._failures_in_a_row = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="py-executor", daemon=True)
+
+    # What other threads may call.
+
+    def start(self) -> None:
+        """Start the executor thread."""
+        self._thread.start()
+
+    def enqueue(self, request: LlmRequest) -> None:
+        """Hand a request over. ``OutOfCapacityError`` when the queue is full, ``ShutdownError`` when closed."""
+        self._queue.put(request)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request at the next step; its sink gets a final output. Unknown ids are harmless."""
+        self._queue.cancel(request_id)
+
+    def shutdown(self) -> None:
+        """End all requests (their sinks get a final output), stop the thread and wait for it."""
+        self._queue.close("the engine is shutting down")
+        self._stopping.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def is_healthy(self) -> bool:
+        """False after several failed steps in a row; the engine then refuses requests."""
+        return self._failures_in_a_row < MAX_FAILURES_IN_A_ROW
+
+    def stats(self) -> EngineStats:
+        """Snapshot for metrics."""
+        kv, recorder, num_inbox = self._kv_cache, self._recorder, len(self._queue)
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting + num_inbox,
+            num_context=recorder.num_context,
+            num_scheduled=recorder.num_scheduled,
+            num_active=len(self._requests) + num_inbox,
+            max_requests=self._max_batch_size,
+            kv_used_blocks=kv.num_used_blocks,
+            kv_free_blocks=kv.num_free_blocks,
+            kv_max_blocks=kv.num_total_blocks,
+            kv_tokens_per_block=kv.tokens_per_block,
+            kv_reused_blocks=kv.num_reused_blocks_total,
+            num_paused_total=recorder.num_paused,
+            num_cached_tokens_total=recorder.num_cached_tokens,
+            num_generated_tokens_total=recorder.num_generated_tokens,
+            iteration=recorder.iteration,
+            is_healthy=self.is_healthy,
+        )
+
+    def recent_iterations(self) -> list[IterationStats]:
+        """Statistics of the last steps, oldest first."""
+        return self._recorder.recent()
+
+    # The executor thread.
+
+    def step(self) -> bool:
+        """One iteration. Returns False when there was nothing to run."""
+        self._admit()
+        started = time.perf_counter()
+        output = self._scheduler.schedule(self._kv_cache)
+        if output.batch_size:
+            try:
+                self._prepare(output)
+                forward_at = time.perf_counter()
+                logits = self._model_engine.forward(output, self._kv_cache.block_tables(output))
+                self._advance(output)
+                decode_at = time.perf_counter()
+                handle = self._decoder.decode_async(logits, output)
+                self._launched.append(_Launched(output, handle, (started, forward_at, decode_at)))
+            except Exception as error:
+                self._fail(output, error)
+        if self._launched and (len(self._launched) >= self._depth or not output.batch_size):
+            oldest = self._launched.popleft()
+            try:
+                decoded = oldest.handle.wait()
+                finished = self._apply(oldest.output, decoded)
+                self._settle(oldest.output, finished)
+                self._failures_in_a_row = 0
+            except Exception as error:
+                self._fail(oldest.output, error)
+            self._emit(oldest)
+        elif self._outgoing:
+            self._emit(None)
+        return bool(output.batch_size)
+
+    def _run(self) -> None:
+        """Body of the executor thread: step while there is work, sleep while there is none."""
+        try:
+            while not self._stopping.is_set() and self.is_healthy:
+                if not self.step():
+                    self._recorder.note_idle()
+                    self._queue.wait(self._idle_timeout())
+        finally:
+            if not self._stopping.is_set():
+                self._failures_in_a_row = MAX_FAILURES_IN_A_ROW
+                self._queue.close("the engine has stopped after an internal failure; see the log")
+            self._end_everything()
+
+    def _idle_timeout(self) -> float | None:
+        if self._launched or self._scheduler.num_waiting or self._scheduler.num_running:
+            return STUCK_POLL_S
+        pause = self._deadlines.next_time() - time.monotonic()
+        return None if math.isinf(pause) else max(pause, 0.0)
+
+    def _admit(self) -> None:
+        """Take what arrived: new requests, cancellations, and requests whose time is up."""
+        inbox = self._queue.take(self._scheduler.num_waiting)
+        for request in inbox.requests:
+            self._requests[request.request_id] = request
+            self._scheduler.add(request)
+            self._deadlines.add(request)
+        for request_id in inbox.cancelled:
+            live = self._requests.get(request_id)
+            if live is not None:
+                self._end(live, FinishReason.CANCELLED)
+        now = time.monotonic()
+        if self._deadlines.next_time() <= now:
+            for request in self._deadlines.due(now, self._requests):
+                self._end_late(request, now)
+        if self._outgoing:
+            self._emit(None)
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        """Apply what the plan decided about requests, and give every row its blocks."""
+        self._dump.write(output)
+        for request in output.paused:
+            request.pause()
+        self._kv_cache.prepare_resources(output)
+        for row in output.context:
+            request = row.request
+            if row.num_reused_tokens:
+                request.reuse(row.num_reused_tokens)
+                self._recorder.num_cached_tokens += row.num_reused_tokens
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = time.monotonic()
+        self._faults.before_forward(output)
+
+    def _advance(self, output: SchedulerOutput) -> None:
+        """The step is launched: its tokens count as computed, and its new ones as promised."""
+        for request, start, num_tokens, needs_logits, _ in output.rows:
+            assert start == request.num_computed_tokens, (start, request)
+            request.num_computed_tokens += num_tokens
+            if needs_logits:
+                request.num_promised_tokens += 1
+
+    def _apply(self, output: SchedulerOutput, decoded: DecoderOutput) -> list[LlmRequest]:
+        """Give each request its token; return those that end with it."""
+        finished: list[LlmRequest] = []
+        outgoing = self._outgoing
+        all_logprobs = decoded.logprobs
+        num_generated = 0
+        for index, (row, token_id) in enumerate(zip(output.logits_rows, decoded.token_ids, strict=True)):
+            request = row.request
+            if request.finish_reason is not None:
+                continue
+            finish = finish_reason(request, token_id)
+            token_ids: list[int] = []
+            if finish is None or finish.keep_token:
+                request.append_token(token_id)
+                token_ids.append(token_id)
+                num_generated += 1
+                if len(request.output_token_ids) == 1:
+                    request.first_token_time = time.monotonic()
+                if request.stop_matcher is not None:
+                    word = request.stop_matcher.append(token_id)
+                    if word is not None:
+                        finish = Finish(FinishReason.STOP, word, True)
+            logprobs = all_logprobs[index] if all_logprobs is not None and token_ids else None
+            listed = None if logprobs is None else [logprobs]
+            if finish is None:
+                outgoing.append((request, RequestOutput(request.request_id, token_ids, logprobs=listed)))
+            else:
+                request.finish(finish.reason, stop_reason=finish.stop_reason)
+                finished.append(request)
+                outgoing.append((request, _final_output(request, token_ids)._replace(logprobs=listed)))
+        self._recorder.num_generated_tokens += num_generated
+        return finished
+
+    def _settle(self, output: SchedulerOutput, finished: Iterable[LlmRequest]) -> None:
+        """Index the blocks that filled up; give back everything of those that ended."""
+        self._kv_cache.update_resources(output)
+        for request in finished:
+            self._forget(request)
+        if self._check_invariants:
+            self._kv_cache.check_integrity(self._requests.values())
+
+    def _emit(self, launched: _Launched | None) -> None:
+        """Hand the outputs to their sinks. A sink must not raise or block; one that raises ends its request."""
+        emit_at = time.perf_counter()
+        outgoing, self._outgoing = self._outgoing, []
+        for request, output in outgoing:
+            try:
+                request.sink(output)
+            except Exception:
+                _logger.exception("the sink of request %d failed; the request is cancelled", request.request_id)
+                self._queue.cancel(request.request_id)
+        self._queue.note_waiting(self._scheduler.num_waiting)
+        if launched is not None:
+            self._record(launched, emit_at)
+
+    def _record(self, launched: _Launched, emit_at: float) -> None:
+        output, (schedule_at, forward_at, decode_at) = launched.output, launched.marks
+        now = time.perf_counter()
+        self._recorder.record(
+            IterationStats(
+                step=output.step,
+                num_context=len(output.context),
+                num_generation=len(output.generation),
+                num_tokens=output.num_tokens,
+                num_paused=len(output.paused),
+                kv_used_blocks=self._kv_cache.num_used_blocks,
+                num_waiting=self._scheduler.num_waiting,
+                schedule_ms=(forward_at - schedule_at) * 1e3,
+                forward_ms=(decode_at - forward_at) * 1e3,
+                decode_ms=(emit_at - decode_at) * 1e3,
+                emit_ms=(now - emit_at) * 1e3,
+            )
+        )
+
+    # Ends other than a last token.
+
+    def _end(self, request: LlmRequest, reason: FinishReason, error: EngineError | None = None) -> None:
+        """End a living request now, whatever it is doing."""
+        request.finish(reason, error=error)
+        self._forget(request)
+        self._outgoing.append((request, _final_output(request, [])))
+
+    def _end_late(self, request: LlmRequest, now: float) -> None:
+        if request.limits.deadline is not None and request.limits.deadline <= now:
+            nothing_yet = not request.output_token_ids
+            error = (
+                DeadlineExceededError("the request's deadline passed before its first token") if nothing_yet else None
+            )
+            self._end(request, FinishReason.ERROR if nothing_yet else FinishReason.TIMEOUT, error)
+        else:
+            waited = now - request.arrival_time
+            self._end(request, FinishReason.ERROR, OutOfCapacityError(f"timed out after {waited:.1f} s in the queue"))
+
+    def _forget(self, request: LlmRequest) -> None:
+        self._scheduler.remove(request)
+        self._kv_cache.free_resources(request)
+        self._decoder.remove(request.request_id)
+        del self._requests[request.request_id]
+
+    def _fail(self, output: SchedulerOutput, error: Exception) -> None:
+        """A step failed: its requests end with an error, all others go on."""
+        self._failures_in_a_row += 1
+        _logger.error(
+            "step %d with %d requests failed: %s", output.step, output.batch_size, error,
+            exc_info=None if isinstance(error, EngineError) else error,
+        )  # fmt: skip
+        for row in output.rows:
+            request = row.request
+            if not request.is_finished:
+                self._end(request, FinishReason.ERROR, StepFailedError(f"the step of this request failed: {error}"))
+            elif request.request_id in self._requests:
+                self._forget(request)
+
+    def _end_everything(self) -> None:
+        """The thread's last act: nothing is left without a final output."""
+        for request in self._queue.take(self._scheduler.num_waiting).requests:
+            self._requests[request.request_id] = request
+            self._scheduler.add(request)
+        self._launched.clear()
+        for request in list(self._requests.values()):
+            self._end(request, FinishReason.CANCELLED)
+        self._emit(None)
+        self._recorder.note_idle()
+
+
+def _final_output(request: LlmRequest, token_ids: list[int]) -> RequestOutput:
+    usage = Usage(len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids))
+    return RequestOutput(
+        request.request_id, token_ids, True, request.finish_reason, request.stop_reason, None, request.error, usage
+    )

@@ -1,0 +1,96 @@
+"""How big the KV cache may be: pure arithmetic, and the question how much memory this process may use.
+
+Called by ``executor/build.py``. Allocates nothing.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from backend_engine.config.engine_config import KvCacheConfig
+from backend_engine.core.kv_spec import KvSpec
+from backend_engine.errors import ConfigError
+
+CPU_MEMORY_SHARE = 4
+"""On a CPU the cache takes at most one part in this many of the process's memory."""
+
+
+def bytes_per_block(specs: Sequence[KvSpec], element_bytes: int, tokens_per_block: int) -> int:
+    """Bytes that one block takes over all layers."""
+    return tokens_per_block * sum(spec.bytes_per_token(element_bytes) for spec in specs)
+
+
+def num_blocks_needed(max_batch_size: int, max_seq_len: int, tokens_per_block: int) -> int:
+    """Blocks that ``max_batch_size`` requests of ``max_seq_len`` tokens take, sharing nothing."""
+    return max_batch_size * -(-max_seq_len // tokens_per_block)
+
+
+def num_blocks(config: KvCacheConfig, block_bytes: int, budget_bytes: int, num_needed: int | None = None) -> int:
+    """Blocks in the pool: as many as the budget holds, but no more than ``config.max_tokens`` tokens.
+
+    Without ``max_tokens`` no more than ``num_needed`` blocks, if given. ``ConfigError`` if not even one block fits.
+    """
+    tokens_per_block, max_tokens = config.tokens_per_block, config.max_tokens
+    if tokens_per_block < 1:
+        raise ConfigError(f"tokens_per_block {tokens_per_block} is out of range; it must be 1 or more")
+    if max_tokens is not None and max_tokens < tokens_per_block:
+        raise ConfigError(
+            f"the KV cache's max_tokens {max_tokens} is too small; it must be at least tokens_per_block "
+            f"({tokens_per_block})"
+        )
+    if budget_bytes < block_bytes:
+        raise ConfigError(
+            f"the KV cache has no room: one block of tokens_per_block {tokens_per_block} takes {block_bytes} bytes and "
+            f"{max(budget_bytes, 0)} bytes are allowed; give it more memory or lower tokens_per_block"
+        )
+    limit = num_needed if max_tokens is None else max_tokens // tokens_per_block
+    num_affordable = budget_bytes // block_bytes
+    return num_affordable if limit is None else min(limit, num_affordable)
+
+
+def num_cpu_blocks(
+    config: KvCacheConfig, block_bytes: int, max_batch_size: int, max_seq_len: int, memory_bytes: int
+) -> int:
+    """The rule for a CPU: what ``max_batch_size`` x ``max_seq_len`` needs, at most a quarter of ``memory_bytes``."""
+    num_needed = num_blocks_needed(max_batch_size, max_seq_len, config.tokens_per_block)
+    return num_blocks(config, block_bytes, memory_bytes // CPU_MEMORY_SHARE, num_needed)
+
+
+def process_memory_bytes(root: Path = Path("/")) -> int:
+    """Most memory this process may use, in bytes: that of the machine, or less if a container limits it.
+
+    Counts the limits of the process's cgroup (version 2 and 1) and of all above it. ``root`` is where ``proc`` and
+    ``sys`` are found.
+    """
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Memory limits in bytes of the process's cgroups, those that are set."""
+    mount = root / "sys" / "fs" / "cgroup"
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    # In a container the path may be the host's, which is not to be seen here; the mount itself then has the limit.
+    yield from _limits_up_to(mount, "/", "memory.max")
+    yield from _limits_up_to(mount / "memory", "/", "memory.limit_in_bytes")
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            yield from _limits_up_to(mount, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield from _limits_up_to(mount / "memory", path, "memory.limit_in_bytes")
+
+
+def _limits_up_to(mount: Path, path: str, file_name: str) -> Iterable[int]:
+    """The limits in ``file_name`` of cgroup ``path`` and of every one above it."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts) + 1):
+        try:
+            text = mount.joinpath(*parts[:depth], file_name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max" = no limit
+            yield int(text)

@@ -1,0 +1,29 @@
+"""``Linear``: one matrix product, possibly of several fused outputs; the weight scheme is a ``QuantMethod``.
+
+Used by all layers and as the language model head. Never knows how its weight is stored.
+"""
+
+from torch import Tensor
+
+from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
+
+
+class Linear(WeightedLayer):
+    """``x [num_tokens, in_features] -> [num_tokens, sum(out_sizes)]``; ``out_sizes`` are the fused outputs' widths."""
+
+    def __init__(
+        self, in_features: int, out_sizes: tuple[int, ...], quant: QuantMethod, options: TensorOptions, bias: bool
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_sizes = out_sizes
+        self.out_features = sum(out_sizes)
+        self.quant = quant
+        quant.create_weights(self, (self.out_features, in_features), bias, options)
+
+    def after_loading(self) -> None:
+        """Prepare the weight for use; called once."""
+        self.quant.after_loading(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant.apply(self, x)

@@ -1,0 +1,54 @@
+"""``ModelEngine``: one step's rows in, logits out. Owns the inputs' buffers; runs model, attention and KV pool.
+
+Called by the executor thread alone. Never looks at a request beyond its token ids, and decides nothing.
+"""
+
+import torch
+
+from backend_engine.attention.interface import IntArray
+from backend_engine.core.batch import SchedulerOutput
+from backend_engine.core.kv_spec import KvSpec
+from backend_engine.errors import ConfigError
+from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.model_engine.model_inputs import EngineLimits, ModelInputsBuilder
+from backend_engine.model_engine.model_loader import LoadedModel
+
+
+class ModelEngine:
+    """Runs ``loaded`` over ``pool`` for steps within ``limits``."""
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool, limits: EngineLimits) -> None:
+        """Raises ``ConfigError`` when ``max_seq_len`` goes beyond what the model's positions allow."""
+        exact_up_to = loaded.spec.positions.exact_up_to
+        if exact_up_to is not None and limits.max_seq_len > exact_up_to:
+            raise ConfigError(
+                f"max_seq_len {limits.max_seq_len} is out of range; with rope_type 'dynamic' this model "
+                f"can be served up to max_position_embeddings {exact_up_to}"
+            )
+        self._loaded = loaded
+        self._pool = pool
+        self._inputs = ModelInputsBuilder(limits, pool.tokens_per_block, loaded.options.device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._loaded.vocab_size
+
+    @property
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        """What each layer stores for a token."""
+        return self._loaded.kv_specs
+
+    @torch.inference_mode()
+    def forward(self, output: SchedulerOutput, block_tables: IntArray) -> torch.Tensor:
+        """Compute the rows, writing their keys and values into their blocks.
+
+        ``block_tables``: int32 ``[batch_size, max_blocks]``, aligned with ``output.rows``. Returns float32 logits
+        ``[len(output.logits_rows), vocab_size]``, aligned with ``output.logits_rows``.
+        """
+        inputs = self._inputs.build(output, block_tables)
+        self._loaded.attention.prepare(inputs.attention)
+        logits: torch.Tensor = self._loaded.model(
+            inputs.input_ids, inputs.position_ids, inputs.logits_indices, self._pool.layers
+        )
+        return logits

@@ -1,0 +1,71 @@
+"""Reading values of a Hugging Face config.json with types and bounds, for the model families.
+
+Every refusal is a ``ModelLoadError`` that names key, value and what is allowed. Opens no file.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from backend_engine.errors import ModelLoadError
+
+
+class HfConfig:
+    """Typed view of a config. ``where`` names the place in messages; ``null`` counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self._values = values
+        self._where = where
+
+    def refuse(self, key: str, allowed: str) -> ModelLoadError:
+        """The error for a value that is not allowed (or missing); the caller raises it."""
+        value = self._values.get(key)
+        found = "is missing" if value is None else f"is {value!r}"
+        return ModelLoadError(f"{self._where}: {key} {found}; expected {allowed}")
+
+    def get(self, key: str) -> Any:
+        """The value as it is; ``None`` when absent."""
+        return self._values.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1; without a default it must be there."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refuse(key, "an integer of at least 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; without a default it must be there."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.refuse(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """``true`` or ``false``."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(key, "true or false")
+        return value
+
+    def section(self, key: str) -> "HfConfig | None":
+        """A nested object; ``None`` when absent or empty."""
+        value = self._values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.refuse(key, "an object")
+        return HfConfig(value, f"{self._where}: {key}")
+
+    def require_neutral(self, neutral: Mapping[str, Collection[Any]]) -> None:
+        """Refuse keys that would change the maths in a way the family does not do: absent or one of the values."""
+        for key, values in neutral.items():
+            if self._values.get(key) is not None and self._values[key] not in values:
+                allowed = " or ".join(repr(value) for value in values) if values else "no such key"
+                raise self.refuse(key, allowed)

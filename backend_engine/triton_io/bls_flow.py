@@ -1,0 +1,189 @@
+"""``BlsFlow``: one BLS request from text to text, by way of preprocessing and the engine model.
+
+Used by ``BlsService``, one call a request, in any thread. Other models are reached through an injected
+``CallModel``; nothing here knows Triton Server. The engine makes the text; postprocessing is not called.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from backend_engine.errors import EngineError, InvalidRequestError
+from backend_engine.logger import get_logger
+from backend_engine.triton_io import tensor_table
+from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, CODES, INTERNAL
+from backend_engine.triton_io.parameters import BlsParameters
+from backend_engine.triton_io.request_parser import request_timeout_ms
+from backend_engine.triton_io.request_view import Array, OptionReader, ParameterGuard, RequestView, num_rows
+from backend_engine.triton_io.response_builder import string_array
+
+_log = get_logger(__name__)
+
+INT32_MAX = 2**31 - 1
+_ENGINE_OUTPUTS = (
+    "output_ids", "sequence_length", "text_output", "error", "error_code", "cum_log_probs", "output_log_probs",
+    "finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens",
+)  # fmt: skip
+_PASSED_ON = _ENGINE_OUTPUTS[5:]
+
+
+class ModelResponse(NamedTuple):
+    """One response of another model: its tensors, or the message of its error."""
+
+    outputs: Mapping[str, Array]
+    error: str | None = None
+
+
+class CallModel(Protocol):
+    """Calls a model of this server and yields its responses as they come."""
+
+    def __call__(
+        self, model: str, inputs: Mapping[str, Array], outputs: Sequence[str], request_id: str
+    ) -> Iterator[ModelResponse]: ...
+
+
+class ModelCallError(EngineError):
+    """Another model answered with an error of class ``code``."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class BlsFlow:
+    """The flow and its settings; keeps nothing of a request."""
+
+    def __init__(self, call_model: CallModel, parameters: BlsParameters) -> None:
+        self._call_model = call_model
+        self._parameters = parameters
+        self._guard = ParameterGuard(
+            tensor_table.input_names(tensor_table.BLS), parameters.reject_unknown_parameters, _log
+        )
+
+    def run(self, view: RequestView, inner_id: str, is_cancelled: Callable[[], bool]) -> Iterator[dict[str, Array]]:
+        """Yield the responses to a request, at least one.
+
+        ``inner_id``: request id of the engine's request, fresh. ``InvalidRequestError`` and ``ModelCallError`` end it.
+        """
+        self._guard.check(view)
+        _check(view)
+        engine_inputs = _engine_options(view)
+        engine_inputs |= self._preprocess(view, inner_id)
+        if is_cancelled():
+            raise ModelCallError(CANCELLED, CANCELLED_TEXT)
+        text = ""
+        is_answered = False
+        for outputs in self._responses(self._parameters.engine_model, engine_inputs, _ENGINE_OUTPUTS, inner_id):
+            if "text_output" not in outputs:
+                continue
+            piece = outputs["text_output"].reshape(-1)
+            if self._parameters.accumulate_tokens:
+                text += piece[0].decode("utf-8") if len(piece) else ""
+                piece = string_array(text).reshape(-1)
+            is_answered = True
+            yield {"text_output": piece} | {name: outputs[name] for name in _PASSED_ON if name in outputs}
+        if not is_answered:
+            yield {"text_output": string_array("").reshape(-1)}
+
+    def stop(self, inner_id: str) -> None:
+        """End the engine's request ``inner_id``; harmless when it has ended."""
+        inputs: dict[str, Array] = {
+            "input_ids": np.zeros((1, 1), np.int32),
+            "input_lengths": np.zeros((1, 1), np.int32),
+            "request_output_len": np.zeros((1, 1), np.int32),
+            "stop": np.ones((1, 1), np.bool_),
+        }
+        for response in self._call_model(self._parameters.engine_model, inputs, (), inner_id):
+            if response.error is not None:
+                _log.warning("a stop request was refused: %s", response.error)
+
+    def _preprocess(self, view: RequestView, inner_id: str) -> dict[str, Array]:
+        inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": np.ones((1, 1), np.bool_)}
+        for text_name, name in tensor_table.PREPROCESSING_FROM_TEXT.items():
+            values = view.inputs.get(text_name)
+            if values is not None and values.size:
+                inputs[name] = values.reshape(1, -1)
+        names = [*tensor_table.ENGINE_FROM_PREPROCESSING, "ERROR", "ERROR_CODE"]
+        result: dict[str, Array] = {}
+        for outputs in self._responses(tensor_table.PREPROCESSING, inputs, names, inner_id):
+            for name, engine_name in tensor_table.ENGINE_FROM_PREPROCESSING.items():
+                if name in outputs and outputs[name].size:
+                    result[engine_name] = outputs[name]
+        return result
+
+    def _responses(
+        self, model: str, inputs: Mapping[str, Array], names: Sequence[str], request_id: str
+    ) -> Iterator[Mapping[str, Array]]:
+        """The good responses of a model; its error is raised once the model has nothing more to say."""
+        failure: ModelCallError | None = None
+        for response in self._call_model(model, inputs, names, request_id):
+            if failure is not None:
+                continue
+            if response.error is not None:
+                failure = ModelCallError(INTERNAL, response.error)
+                continue
+            errors = _text(response.outputs, "error") or _text(response.outputs, "ERROR")
+            if errors:
+                code = _text(response.outputs, "error_code") or _text(response.outputs, "ERROR_CODE")
+                failure = ModelCallError(code if code in CODES else INTERNAL, errors)
+            else:
+                yield response.outputs
+        if failure is not None:
+            raise failure
+
+
+def _text(outputs: Mapping[str, Array], name: str) -> str:
+    values = outputs.get(name)
+    return "" if values is None or not values.size else values.reshape(-1)[0].decode("utf-8", "replace")
+
+
+def _check(view: RequestView) -> None:
+    """Refuse what only the BLS can name well."""
+    if "text_input" not in view.inputs:
+        raise InvalidRequestError("text_input is required")
+    rows = num_rows(view, "text_input")
+    if rows > 1:
+        raise InvalidRequestError(
+            f"a batch of {rows} prompts in one request is not supported yet; send one prompt a request"
+        )
+    max_tokens = view.inputs.get("max_tokens")
+    if max_tokens is None or max_tokens.size != 1 or int(max_tokens.reshape(-1)[0]) < 1:
+        got = "nothing" if max_tokens is None else max_tokens.reshape(-1)[:4].tolist()
+        raise InvalidRequestError(f"max_tokens must be a single value > 0, got {got}")
+
+
+def _engine_options(view: RequestView) -> dict[str, Array]:
+    """Inputs of the engine model that need no preprocessing, from inputs and request parameters."""
+    inputs: dict[str, Array] = {"return_errors_in_band": np.ones((1, 1), np.bool_)}
+    for text_name, engine_name in tensor_table.engine_from_text().items():
+        values = view.inputs.get(text_name)
+        if values is not None and values.size != 1:
+            raise InvalidRequestError(f"{text_name} must be a single value, got {values.size} values")
+        if values is not None:
+            inputs[engine_name] = values.reshape(1, 1)
+    reader = OptionReader(view, text_names=True)
+    for option in tensor_table.OPTIONS:
+        if option.as_parameter and option.field in view.parameters and option.token_name is not None:
+            inputs[option.token_name] = _as_tensor(reader, option)
+    timeout_ms = request_timeout_ms(view)
+    if timeout_ms is not None:
+        limit = min(INT32_MAX, max(1, math.ceil(timeout_ms)))
+        sent = int(inputs["deadline_ms"].reshape(-1)[0]) if "deadline_ms" in inputs else 0
+        inputs["deadline_ms"] = np.array([[min(sent, limit) if sent > 0 else limit]], np.int32)
+    return inputs
+
+
+def _as_tensor(reader: OptionReader, option: tensor_table.Option) -> Array:
+    """A request parameter as the engine's input ``[1, 1]``."""
+    if option.dtype == tensor_table.BOOL:
+        return np.array([[reader.boolean(option.field)]], np.bool_)
+    if option.dtype == tensor_table.FP32:
+        return np.array([[reader.real(option.field)]], np.float32)
+    if option.dtype == tensor_table.STRING:
+        return string_array(reader.text(option.field, INT32_MAX) or "")
+    value = reader.integer(option.field) or 0
+    if not -INT32_MAX <= value <= INT32_MAX:
+        raise InvalidRequestError(f"{option.field} {value} is out of range; it must be at most {INT32_MAX}")
+    return np.array([[value]], np.int32)

@@ -1,0 +1,285 @@
+"""Reads a model's config parameters by ``parameter_table`` into typed results, or one error with all problems.
+
+Called once, by an adapter's ``initialize``, with the model config that Triton Server hands over. A value that is
+empty or still a ``${placeholder}`` counts as unset.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
+from backend_engine.errors import ConfigError
+from backend_engine.logger import get_logger
+from backend_engine.triton_io.parameter_table import Parameter, Status, parameters_of
+from backend_engine.triton_io.request_parser import RequestDefaults
+from backend_engine.triton_io.request_view import MAX_EDITS, edit_distance
+from backend_engine.triton_io.tensor_table import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
+from backend_engine.triton_io.word_lists import WordLimits
+
+_log = get_logger(__name__)
+
+_TRUE = frozenset({"true", "t", "1", "yes", "y"})
+_FALSE = frozenset({"false", "f", "0", "no", "n"})
+
+
+class ParameterReader:
+    """Typed access to one model's parameters. Problems are collected; ``check`` raises them together."""
+
+    def __init__(self, model: str, model_config: Mapping[str, Any]) -> None:
+        self._model = model
+        self._table = {parameter.key: parameter for parameter in parameters_of(model)}
+        self._problems: list[str] = []
+        self._values: dict[str, Any] = {}
+        self._told: dict[Status, list[str]] = {Status.NO_EFFECT: [], Status.NOT_BUILT: []}
+        for key, entry in (model_config.get("parameters") or {}).items():
+            raw = str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry)
+            if raw.strip() and not raw.strip().startswith("${"):
+                self._take(key, raw)
+        if self._told[Status.NO_EFFECT]:
+            _log.info("%s: parameters without effect here: %s", model, ", ".join(self._told[Status.NO_EFFECT]))
+        if self._told[Status.NOT_BUILT]:
+            _log.warning("%s: not built yet and ignored: %s", model, ", ".join(self._told[Status.NOT_BUILT]))
+
+    def _take(self, key: str, raw: str) -> None:
+        parameter = self._table.get(key)
+        if parameter is None:
+            near = min(self._table, key=lambda known: edit_distance(key, known))
+            if edit_distance(key, near) <= MAX_EDITS:
+                self._problems.append(f"unknown parameter {key!r}; did you mean {near!r}?")
+            else:
+                _log.warning("%s: unknown parameter %r is ignored", self._model, key)
+            return
+        if parameter.status is not Status.BUILT:
+            self._told[parameter.status].append(f"{key}={raw}")
+            return
+        try:
+            self._values[key] = _convert(parameter, raw.strip() if parameter.kind != "path" else raw)
+        except ValueError as error:
+            self._problems.append(f"{_shown(parameter)} {raw!r} is not allowed; it must be {error}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The converted value, or ``default`` when unset."""
+        assert key in self._table, f"{self._model} has no parameter {key}"
+        return self._values.get(key, default)
+
+    def require(self, key: str) -> str:
+        """The value of a parameter that must be set; its absence is a problem for ``check``."""
+        if key not in self._values and not any(key in problem for problem in self._problems):
+            self.refuse(f"{_shown(self._table[key])} is not set")
+        return str(self._values.get(key, ""))
+
+    def refuse(self, problem: str) -> None:
+        """Add a problem."""
+        self._problems.append(problem)
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` with every problem found, in one line."""
+        if self._problems:
+            raise ConfigError(f"{self._model}: {'; '.join(self._problems)}")
+
+
+def _shown(parameter: Parameter) -> str:
+    return (
+        parameter.key if parameter.placeholder in ("", parameter.key) else f"{parameter.key} ({parameter.placeholder})"
+    )
+
+
+def _convert(parameter: Parameter, raw: str) -> Any:
+    """The value of kind ``parameter.kind``; ``ValueError`` whose text says what is allowed."""
+    kind = parameter.kind
+    if isinstance(kind, tuple):
+        if raw.lower() not in {word.lower() for word in kind}:
+            raise ValueError(f"one of {', '.join(kind)}")
+        return raw.lower()
+    if kind == "bool":
+        if raw.lower() not in _TRUE | _FALSE:
+            raise ValueError("true or false")
+        return raw.lower() in _TRUE
+    if kind == "ids":
+        return _id_lists(raw)
+    if kind in ("int", "float"):
+        return _number(parameter, raw)
+    return raw
+
+
+def _number(parameter: Parameter, raw: str) -> int | float:
+    allowed = f"a whole number{_bounds(parameter)}" if parameter.kind == "int" else f"a number{_bounds(parameter)}"
+    try:
+        value = int(raw) if parameter.kind == "int" else float(raw)
+    except ValueError:
+        raise ValueError(allowed) from None
+    low, high = parameter.low, parameter.high
+    if not ((low is None or value >= low) and (high is None or value <= high)):
+        raise ValueError(allowed)
+    return value
+
+
+def _bounds(parameter: Parameter) -> str:
+    if parameter.high is not None:
+        return f" from {parameter.low:g} to {parameter.high:g}"
+    return "" if parameter.low is None else f" of {parameter.low:g} or more"
+
+
+def _id_lists(raw: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        return tuple(tuple(int(number) for number in part.split(",")) for part in raw.split(";"))
+    except ValueError:
+        raise ValueError("lists of token ids such as 1,2,3;4,5") from None
+
+
+@dataclass(frozen=True)
+class EngineParameters:
+    """Parameters of the engine model. ``llm_arguments`` are the keyword arguments of ``LLM``."""
+
+    model_dir: str
+    tokenizer_dir: str | None
+    llm_arguments: dict[str, Any]
+    defaults: RequestDefaults
+    reject_unknown_parameters: bool
+    cancellation_check_period_ms: int
+    stats_check_period_ms: int
+
+
+@dataclass(frozen=True)
+class PreprocessingParameters:
+    """Parameters of preprocessing. ``model_dir``: where config.json and generation_config.json lie."""
+
+    tokenizer_dir: str
+    model_dir: str
+    trust_remote_code: bool
+    add_special_tokens: bool
+    reject_unknown_parameters: bool
+    max_text_bytes: int
+    word_limits: WordLimits
+
+
+@dataclass(frozen=True)
+class PostprocessingParameters:
+    """Parameters of postprocessing."""
+
+    tokenizer_dir: str
+    trust_remote_code: bool
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True)
+class BlsParameters:
+    """Parameters of the BLS."""
+
+    engine_model: str
+    accumulate_tokens: bool
+    max_concurrency: int
+    reject_unknown_parameters: bool
+    cancellation_check_period_ms: int
+
+
+def read_engine(model_config: Mapping[str, Any]) -> EngineParameters:
+    """Parameters of ``tensorrt_llm``. ``ConfigError`` names all problems."""
+    reader = ParameterReader(ENGINE, model_config)
+    model_dir = reader.require("gpt_model_path")
+    if reader.get("gpt_model_type") == "v1":
+        reader.refuse("gpt_model_type (batching_strategy) V1 is not built yet; use inflight_fused_batching")
+    reader.check()
+    defaults = RequestDefaults(
+        exclude_input_in_output=reader.get("exclude_input_in_output", False),
+        include_stop_words_in_output=reader.get("include_stop_words_in_output", True),
+        deadline_ms=reader.get("default_deadline_ms", 600_000) or None,
+        queue_timeout_ms=reader.get("default_queue_timeout_ms", 0) or None,
+        skip_special_tokens=reader.get("skip_special_tokens", True),
+        word_limits=_word_limits(reader),
+    )
+    return EngineParameters(
+        model_dir=model_dir,
+        tokenizer_dir=reader.get("tokenizer_dir"),
+        llm_arguments=_llm_arguments(reader),
+        defaults=defaults,
+        reject_unknown_parameters=reader.get("reject_unknown_parameters", False),
+        cancellation_check_period_ms=reader.get("cancellation_check_period_ms", 100),
+        stats_check_period_ms=reader.get("stats_check_period_ms", 100),
+    )
+
+
+def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
+    kv_defaults, scheduler_defaults = KvCacheConfig(), SchedulerConfig()
+    kv_cache = KvCacheConfig(
+        tokens_per_block=reader.get("tokens_per_block", kv_defaults.tokens_per_block),
+        max_tokens=reader.get("max_tokens_in_paged_kv_cache"),
+        free_gpu_memory_fraction=reader.get("kv_cache_free_gpu_mem_fraction", kv_defaults.free_gpu_memory_fraction),
+        enable_block_reuse=reader.get("enable_kv_cache_reuse", kv_defaults.enable_block_reuse),
+    )
+    scheduler = SchedulerConfig(
+        max_queue_size=reader.get("max_queue_size", scheduler_defaults.max_queue_size),
+        capacity_policy=reader.get("batch_scheduler_policy", scheduler_defaults.capacity_policy),
+        waiting_queue_policy=reader.get("waiting_queue_policy", scheduler_defaults.waiting_queue_policy),
+        enable_chunked_context=reader.get("enable_chunked_context", scheduler_defaults.enable_chunked_context),
+        chunk_unit_size=reader.get("chunk_unit_size", scheduler_defaults.chunk_unit_size),
+    )
+    return {
+        "kv_cache_config": kv_cache,
+        "scheduler_config": scheduler,
+        "max_batch_size": reader.get("max_batch_size"),
+        "max_num_tokens": reader.get("max_num_tokens"),
+        "max_seq_len": reader.get("max_seq_len"),
+        "dtype": reader.get("dtype", "auto"),
+        "device": reader.get("device", "auto"),
+        "attention_backend": reader.get("attention_backend", "auto"),
+        "num_threads": reader.get("num_threads", 0),
+        "trust_remote_code": reader.get("trust_remote_code", False),
+        "debug_step_delay_ms": reader.get("debug_step_delay_ms", 0.0),
+        "debug_fail_on_tokens": reader.get("debug_fail_on_tokens", ()),
+    }
+
+
+def read_preprocessing(model_config: Mapping[str, Any]) -> PreprocessingParameters:
+    """Parameters of ``preprocessing``."""
+    reader = ParameterReader(PREPROCESSING, model_config)
+    tokenizer_dir = reader.require("tokenizer_dir")
+    reader.check()
+    return PreprocessingParameters(
+        tokenizer_dir=tokenizer_dir,
+        model_dir=reader.get("gpt_model_path", tokenizer_dir),
+        trust_remote_code=reader.get("trust_remote_code", False),
+        add_special_tokens=reader.get("add_special_tokens", True),
+        reject_unknown_parameters=reader.get("reject_unknown_parameters", False),
+        max_text_bytes=reader.get("max_text_bytes", 1 << 20),
+        word_limits=_word_limits(reader),
+    )
+
+
+def read_postprocessing(model_config: Mapping[str, Any]) -> PostprocessingParameters:
+    """Parameters of ``postprocessing``; several instances are refused when they could reorder a stream."""
+    reader = ParameterReader(POSTPROCESSING, model_config)
+    tokenizer_dir = reader.require("tokenizer_dir")
+    count = sum(max(1, int(group.get("count", 1))) for group in model_config.get("instance_group") or [])
+    if count > 1 and reader.get("decoupled_mode", True):
+        reader.refuse(
+            f"postprocessing_instance_count {count} would deliver streamed pieces out of order; set it to 1, "
+            "or set decoupled_mode to false"
+        )
+    reader.check()
+    return PostprocessingParameters(
+        tokenizer_dir=tokenizer_dir,
+        trust_remote_code=reader.get("trust_remote_code", False),
+        skip_special_tokens=reader.get("skip_special_tokens", True),
+    )
+
+
+def read_bls(model_config: Mapping[str, Any]) -> BlsParameters:
+    """Parameters of ``tensorrt_llm_bls``."""
+    reader = ParameterReader(BLS, model_config)
+    reader.check()
+    return BlsParameters(
+        engine_model=reader.get("tensorrt_llm_model_name", ENGINE),
+        accumulate_tokens=reader.get("accumulate_tokens", False),
+        max_concurrency=reader.get("bls_max_concurrency", 128),
+        reject_unknown_parameters=reader.get("reject_unknown_parameters", False),
+        cancellation_check_period_ms=reader.get("cancellation_check_period_ms", 100),
+    )
+
+
+def _word_limits(reader: ParameterReader) -> WordLimits:
+    defaults = WordLimits()
+    return WordLimits(
+        reader.get("max_words", defaults.max_words), reader.get("max_word_bytes", defaults.max_word_bytes)
+    )

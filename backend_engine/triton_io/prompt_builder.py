@@ -1,0 +1,189 @@
+"""What preprocessing does: texts of a request -> the tensors that the engine model takes.
+
+``PromptBuilder`` is used by the preprocessing adapter, once a request, which may hold several rows. Refusals name
+the fields as the clients of the text models know them. Knows nothing of Triton Server.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
+from backend_engine.errors import InvalidRequestError
+from backend_engine.triton_io.parameters import PreprocessingParameters
+from backend_engine.triton_io.request_view import Array, scalar
+from backend_engine.triton_io.word_lists import (
+    WordLimits,
+    decode_text,
+    read_elements,
+    read_words,
+    to_word_ids,
+)
+
+EMPTY_PROMPT = "the prompt is empty: text_input must give at least one token"
+
+
+class TextEncoder(Protocol):
+    """What is needed of ``backend_engine.text.tokenizer.Tokenizer``."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def token_variants(self, word: str) -> Sequence[Sequence[int]]: ...
+
+
+class ModelFacts(NamedTuple):
+    """``end_ids``: every id that ends a text, the first one first. ``pad_id``: as stated or the first end id."""
+
+    vocab_size: int
+    end_ids: tuple[int, ...]
+    pad_id: int
+
+    @classmethod
+    def of(cls, model_dir: str, tokenizer: TextEncoder) -> "ModelFacts":
+        """From the model's JSON files, and from the tokenizer where there are none or they do not say."""
+        vocab_size: int | None = None
+        end_ids: tuple[int, ...] = ()
+        if (Path(model_dir) / "config.json").exists():
+            stated = read_hf_config(model_dir).get("vocab_size")
+            vocab_size = stated if isinstance(stated, int) else None
+            end_ids = read_generation_config(model_dir).end_ids
+        if not end_ids and tokenizer.eos_token_id is not None:
+            end_ids = (tokenizer.eos_token_id,)
+        pad_id = tokenizer.pad_token_id
+        if pad_id is None:
+            pad_id = end_ids[0] if end_ids else 0
+        return cls(vocab_size or tokenizer.vocab_size, end_ids, pad_id)
+
+
+class PromptBuilder:
+    """Turns the inputs of one request into the outputs of preprocessing. Safe for calls from several threads."""
+
+    NEVER_ENDS = -1
+
+    def __init__(self, tokenizer: TextEncoder, facts: ModelFacts, parameters: PreprocessingParameters) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._parameters = parameters
+
+    def build(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Output tensors by name, each with the request's batch size. ``InvalidRequestError`` names the culprit."""
+        for name, shown in (("QUERY", "text_input"), ("REQUEST_OUTPUT_LEN", "max_tokens")):
+            if name not in inputs:
+                raise InvalidRequestError(f"{shown} is required")
+        prompts = [self._encode(row, index, len(inputs["QUERY"])) for index, row in enumerate(_rows(inputs["QUERY"]))]
+        num_rows = len(prompts)
+        for name, values in inputs.items():
+            if len(values) != num_rows and name != "RETURN_ERRORS_IN_BAND":
+                raise InvalidRequestError(f"{name} has {len(values)} rows and QUERY {num_rows}; they must be as many")
+        end_ids = self._ids(inputs, "END_ID", num_rows, "end_id")
+        pad_ids = self._ids(inputs, "PAD_ID", num_rows, "pad_id")
+        default_end = self._facts.end_ids[0] if self._facts.end_ids else self.NEVER_ENDS
+        outputs: dict[str, Array] = {
+            "INPUT_ID": _padded(prompts, self._facts.pad_id if pad_ids is None else int(pad_ids[0])),
+            "REQUEST_INPUT_LEN": np.array([[len(ids)] for ids in prompts], np.int32),
+            "BAD_WORDS_IDS": self._word_ids(inputs, "BAD_WORDS_DICT", "bad_words", num_rows),
+            "STOP_WORDS_IDS": self._word_ids(inputs, "STOP_WORDS_DICT", "stop_words", num_rows),
+            "EMBEDDING_BIAS": self._embedding_bias(inputs, num_rows),
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].reshape(num_rows, -1),
+            "OUT_END_ID": _column(end_ids, default_end, num_rows),
+            "OUT_PAD_ID": _column(pad_ids, self._facts.pad_id, num_rows),
+            "DETOKENIZE": np.ones((num_rows, 1), np.bool_),
+        }
+        if any(
+            read_words(row, "stop_words", self._parameters.word_limits) for row in _rows(inputs.get("STOP_WORDS_DICT"))
+        ):
+            outputs["STOP_WORDS_TEXT"] = inputs["STOP_WORDS_DICT"].astype(np.object_)
+        if end_ids is None and self._facts.end_ids:
+            outputs["STOP_TOKEN_IDS"] = np.tile(np.array(self._facts.end_ids, np.int32), (num_rows, 1))
+        return outputs
+
+    def _encode(self, row: Array, index: int, num_rows: int) -> list[int]:
+        name = "text_input" if num_rows == 1 else f"text_input of row {index}"
+        text = decode_text(scalar(row, name), name, self._parameters.max_text_bytes)
+        ids = list(self._tokenizer.encode(text, self._parameters.add_special_tokens))
+        if not ids:
+            raise InvalidRequestError(EMPTY_PROMPT)
+        return ids
+
+    def _ids(self, inputs: Mapping[str, Array], name: str, num_rows: int, shown: str) -> Array | None:
+        values = inputs.get(name)
+        if values is None:
+            return None
+        if values.size != num_rows:
+            raise InvalidRequestError(f"{shown} must be a single value, got {values.size} values")
+        return values.reshape(-1)
+
+    def _word_ids(self, inputs: Mapping[str, Array], name: str, field: str, num_rows: int) -> Array:
+        if name not in inputs:
+            return to_word_ids(None, num_rows)
+        rows = [
+            [
+                ids
+                for word in read_words(row, field, self._parameters.word_limits)
+                for ids in self._spellings(word, field)
+            ]
+            for row in _rows(inputs[name])
+        ]
+        return to_word_ids(rows, num_rows)
+
+    def _spellings(self, word: str, field: str) -> list[list[int]]:
+        """A bad word is blocked in each of its spellings; a stop word is matched as it is."""
+        if field == "bad_words":
+            return [list(ids) for ids in self._tokenizer.token_variants(word)]
+        ids = list(self._tokenizer.encode(word, False))
+        return [ids] if ids else []
+
+    def _embedding_bias(self, inputs: Mapping[str, Array], num_rows: int) -> Array:
+        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        limits = self._parameters.word_limits
+        rows = [read_elements(row, "embedding_bias_words", limits) for row in _rows(words)] or [[]] * num_rows
+        weight_rows = [row.reshape(-1) for row in _rows(weights)] or [np.zeros(0, np.float32)] * num_rows
+        if not any(any(row) for row in rows) and not any(len(row) for row in weight_rows):
+            return np.zeros((num_rows, 0), np.float32)
+        bias = np.zeros((num_rows, self._facts.vocab_size), np.float32)
+        for index, (row, values) in enumerate(zip(rows, weight_rows, strict=True)):
+            self._add_bias(bias[index], row, values, limits)
+        return bias
+
+    def _add_bias(self, bias: Array, words: Sequence[str], weights: Array, limits: WordLimits) -> None:
+        if len(words) != len(weights):
+            raise InvalidRequestError(
+                f"embedding_bias_words has {len(words)} words and embedding_bias_weights {len(weights)} weights; "
+                "they must be as many"
+            )
+        if not np.isfinite(weights).all():
+            raise InvalidRequestError("embedding_bias_weights must be finite numbers")
+        for word, weight in zip(words, weights, strict=True):
+            for token_id in self._tokenizer.encode(word, False) if word else ():
+                if token_id < len(bias):
+                    bias[token_id] += weight
+
+
+def _rows(values: Array | None) -> list[Array]:
+    return [] if values is None else list(values)
+
+
+def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> Array:
+    """``[B, longest]``, padded on the right."""
+    result = np.full((len(rows), max(len(ids) for ids in rows)), pad_id, np.int32)
+    for index, ids in enumerate(rows):
+        result[index, : len(ids)] = ids
+    return result
+
+
+def _column(values: Array | None, default: int, num_rows: int) -> Array:
+    """``[B, 1]`` of what was sent, else of ``default``."""
+    if values is None:
+        return np.full((num_rows, 1), default, np.int32)
+    return values.astype(np.int32).reshape(num_rows, 1)

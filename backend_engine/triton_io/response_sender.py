@@ -1,0 +1,217 @@
+"""``ResponseSenderThread``: the one thread of the engine model that talks back to Triton Server.
+
+It sends what the streams have, and on a timer looks for clients that left, for the drain file, and updates the
+metrics. It starts and ends with the adapter. It never touches a request but by ``LLM.cancel``.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from backend_engine.core.outputs import RequestOutput
+from backend_engine.errors import EngineError, ShutdownError
+from backend_engine.logger import get_logger
+from backend_engine.triton_io.error_codes import UNAVAILABLE
+from backend_engine.triton_io.reply import Reply
+from backend_engine.triton_io.request_parser import EngineRequest, StopRequest
+from backend_engine.triton_io.response_builder import ResponseBuilder, TextSource
+from backend_engine.triton_io.response_stream import ResponseStream
+
+_log = get_logger(__name__)
+
+SHUTTING_DOWN = "the engine is shutting down; no new requests are taken"
+
+
+class Engine(Protocol):
+    """What the sender needs of ``LLM``."""
+
+    def submit(
+        self, prompt_token_ids: Any, sampling_params: Any, sink: Callable[[RequestOutput], None], **kw: Any
+    ) -> int: ...
+
+    def cancel(self, request_id: int) -> None: ...
+
+    def detokenizer(self, prompt_token_ids: Any, params: Any, echo: bool = False) -> Any: ...
+
+
+class SenderSettings(NamedTuple):
+    """Periods in milliseconds. ``max_polls``: clients asked per tick, each a call into Triton Server (0.2 ms)."""
+
+    cancellation_check_period_ms: int = 100
+    stats_check_period_ms: int = 100
+    drain_file: str = ""
+    max_polls: int = 64
+
+
+class ResponseSenderThread:
+    """Opens streams, sends their responses, polls for cancellation.
+
+    ``submit`` and ``stop`` are called by Triton Server's thread, everything else happens on this thread.
+    ``update_metrics`` is called every ``stats_check_period_ms``.
+    """
+
+    JOIN_TIMEOUT_S = 10.0
+
+    def __init__(self, llm: Engine, settings: SenderSettings, update_metrics: Callable[[], None]) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._update_metrics = update_metrics
+        self._ready: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._live: dict[int, ResponseStream] = {}
+        self._poll_order: deque[ResponseStream] = deque()
+        self._is_draining = False
+        self._has_reported_drain = False
+        self._next_poll = self._next_stats = 0.0
+        self._thread = threading.Thread(target=self._run, name="response-sender", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: EngineRequest, reply: Reply) -> None:
+        """Hand ``request`` to the engine and answer it through ``reply``; a refusal is answered too."""
+        options = request.options
+        text, refusal = self._text_source(request)
+        stream = ResponseStream(reply, ResponseBuilder(request, text), options, self._ready.put)
+        with self._lock:
+            if self._is_draining:
+                refusal = ShutdownError(SHUTTING_DOWN)
+            self._live[id(stream)] = stream
+        self._poll_order.append(stream)
+        if refusal is not None:
+            stream.fail(refusal)
+            return
+        try:
+            stream.request_id = self._llm.submit(
+                request.prompt_token_ids,
+                request.sampling_params,
+                stream.put,
+                client_id=options.client_id,
+                cache_salt=options.cache_salt,
+                deadline_s=options.deadline_s,
+                queue_timeout_s=options.queue_timeout_s,
+            )
+        except EngineError as error:
+            stream.fail(error)
+
+    def _text_source(self, request: EngineRequest) -> tuple[TextSource | None, EngineError | None]:
+        options = request.options
+        if not options.detokenize:
+            return None, None
+        echo = not options.streaming and not options.exclude_input
+        try:
+            return self._llm.detokenizer(request.prompt_token_ids, request.sampling_params, echo=echo), None
+        except EngineError as error:
+            return None, error
+
+    def stop(self, request: StopRequest) -> int:
+        """End the running requests of a client id, and return how many there were."""
+        with self._lock:
+            found = [stream for stream in self._live.values() if stream.options.client_id == request.client_id]
+        for stream in found:
+            self._cancel(stream)
+        if not found:
+            _log.warning("a stop request names %r, which is not running", request.client_id[:64])
+        return len(found)
+
+    def close(self) -> None:
+        """Send what is left, end what is unfinished, and stop the thread. Call after ``LLM.shutdown``."""
+        self._ready.put(None)
+        self._thread.join(self.JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("the response sender did not end within %g s", self.JOIN_TIMEOUT_S)
+
+    def _cancel(self, stream: ResponseStream) -> None:
+        if stream.request_id is not None:
+            self._llm.cancel(stream.request_id)
+
+    def _run(self) -> None:
+        try:
+            while self._serve():
+                pass
+        finally:
+            with self._lock:
+                left = list(self._live.values())
+            for stream in left:
+                stream.flush()
+                stream.close(UNAVAILABLE, SHUTTING_DOWN)
+                self._forget(stream)
+
+    def _serve(self) -> bool:
+        """Send for one stream, or let the timer run; False when asked to stop."""
+        wait = max(0.0, min(self._next_poll, self._next_stats) - time.monotonic())
+        try:
+            stream = self._ready.get(timeout=wait)
+        except queue.Empty:
+            self._tick()
+            return True
+        if stream is None:
+            return False
+        is_broken = stream.flush()
+        if is_broken:
+            self._cancel(stream)
+        if stream.is_closed:
+            self._forget(stream)
+        if wait == 0:
+            self._tick()
+        return True
+
+    def _forget(self, stream: ResponseStream) -> None:
+        with self._lock:
+            self._live.pop(id(stream), None)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_poll:
+            self._next_poll = now + self._settings.cancellation_check_period_ms / 1000
+            self._poll()
+            self._drain()
+        if now >= self._next_stats:
+            self._next_stats = now + self._settings.stats_check_period_ms / 1000
+            self._refresh_metrics()
+
+    def _refresh_metrics(self) -> None:
+        try:
+            self._update_metrics()
+        except ShutdownError:
+            self._update_metrics = _no_metrics
+
+    def _poll(self) -> None:
+        """Ask for some live streams, in turn, whether their client is gone."""
+        num_polls = 0
+        for _ in range(len(self._poll_order)):
+            stream = self._poll_order.popleft()
+            if stream.is_closed:
+                continue
+            self._poll_order.append(stream)
+            if stream.poll_cancelled():
+                self._cancel(stream)
+            num_polls += 1
+            if num_polls >= self._settings.max_polls:
+                return
+
+    def _drain(self) -> None:
+        """When the drain file appears: refuse new requests, end the live ones, then say so beside it."""
+        if not self._settings.drain_file or self._has_reported_drain:
+            return
+        if not self._is_draining:
+            if not Path(self._settings.drain_file).exists():
+                return
+            _log.info("the drain file is there: running requests end, new ones are refused")
+        with self._lock:
+            self._is_draining = True
+            live = list(self._live.values())
+        for stream in live:
+            self._cancel(stream)
+        if not live:
+            Path(self._settings.drain_file + ".done").touch()
+            self._has_reported_drain = True
+
+
+def _no_metrics() -> None:
+    """Stands in for the metrics of an engine that was shut down."""

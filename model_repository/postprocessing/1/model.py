@@ -1,0 +1,34 @@
+"""The postprocessing model: token ids -> text, or the engine's text handed through. A thin adapter over ``texts``."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend_engine.errors import EngineError
+from backend_engine.text.tokenizer import load_tokenizer
+from backend_engine.triton_io import parameters
+from backend_engine.triton_io.request_view import Array, RequestView
+from backend_engine.triton_io.single_response import respond
+from backend_engine.triton_io.text_output import texts
+
+
+class TritonPythonModel:
+    """The one process of the model."""
+
+    def initialize(self, args: dict[str, Any]) -> None:
+        """Load the tokenizer; a bad setting or file fails the load with one line."""
+        try:
+            settings = parameters.read_postprocessing(json.loads(args["model_config"]))
+            self._tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
+        except EngineError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._skip_special_tokens = settings.skip_special_tokens
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request by itself, in order."""
+        return [respond(pb_utils, request, self._compute) for request in requests]
+
+    def _compute(self, view: RequestView) -> Mapping[str, Array]:
+        return {"OUTPUT": texts(view.inputs, self._tokenizer, self._skip_special_tokens)}

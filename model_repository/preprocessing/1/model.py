@@ -1,0 +1,38 @@
+"""The preprocessing model: prompts and words as text -> token ids. A thin adapter over ``PromptBuilder``."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend_engine.errors import EngineError
+from backend_engine.logger import get_logger
+from backend_engine.text.tokenizer import load_tokenizer
+from backend_engine.triton_io import parameters, tensor_table
+from backend_engine.triton_io.prompt_builder import ModelFacts, PromptBuilder
+from backend_engine.triton_io.request_view import Array, ParameterGuard, RequestView
+from backend_engine.triton_io.single_response import respond
+
+
+class TritonPythonModel:
+    """One process of the model."""
+
+    def initialize(self, args: dict[str, Any]) -> None:
+        """Load the tokenizer; a bad setting or file fails the load with one line."""
+        try:
+            settings = parameters.read_preprocessing(json.loads(args["model_config"]))
+            tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
+            self._builder = PromptBuilder(tokenizer, ModelFacts.of(settings.model_dir, tokenizer), settings)
+        except EngineError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        names = tensor_table.input_names(tensor_table.ENSEMBLE)
+        self._guard = ParameterGuard(names, settings.reject_unknown_parameters, get_logger("preprocessing"))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request by itself."""
+        return [respond(pb_utils, request, self._compute) for request in requests]
+
+    def _compute(self, view: RequestView) -> Mapping[str, Array]:
+        self._guard.check(view)
+        return self._builder.build(view.inputs)

@@ -1,0 +1,81 @@
+"""The engine model: token ids in, token ids and text out. A thin adapter over ``LLM``.
+
+``execute`` hands requests over and returns; the sender thread answers them. Works decoupled and not.
+"""
+
+import json
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend_engine import envs
+from backend_engine.errors import EngineError
+from backend_engine.logger import get_logger
+from backend_engine.triton_io import parameters
+from backend_engine.triton_io.error_codes import INTERNAL, INTERNAL_ERROR_TEXT, code_of
+from backend_engine.triton_io.metrics import EngineMetrics
+from backend_engine.triton_io.reply import Reply
+from backend_engine.triton_io.request_parser import RequestParser, StopRequest
+from backend_engine.triton_io.request_view import RequestView
+from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
+from backend_engine.triton_io.response_stream import refuse
+
+_log = get_logger("tensorrt_llm")
+
+
+class TritonPythonModel:
+    """One engine in one process."""
+
+    def initialize(self, args: dict[str, Any]) -> None:
+        """Load the model and start the engine; a bad setting or file fails the load with one line."""
+        config = json.loads(args["model_config"])
+        try:
+            settings = parameters.read_engine(config)
+            from backend_engine.llm import LLM  # torch is loaded here, once the settings are known to be good
+
+            llm = LLM(settings.model_dir, settings.tokenizer_dir, **settings.llm_arguments)
+        except EngineError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._llm = llm
+        self._parser = RequestParser(
+            settings.defaults,
+            llm.limits.vocab_size,
+            decoupled=pb_utils.using_decoupled_model_transaction_policy(config),
+            reject_unknown=settings.reject_unknown_parameters,
+        )
+        metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
+        self._sender = ResponseSenderThread(
+            llm,
+            SenderSettings(
+                settings.cancellation_check_period_ms, settings.stats_check_period_ms, envs.ENGINE_DRAIN_FILE.get()
+            ),
+            lambda: metrics.update(llm.stats()),
+        )
+        self._sender.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take the requests; what cannot be parsed is answered at once, by itself."""
+        for request in requests:
+            self._take(request)
+
+    def finalize(self) -> None:
+        """End every request with a final response, then stop the threads."""
+        self._llm.shutdown()
+        self._sender.close()
+
+    def _take(self, request: Any) -> None:
+        view = RequestView.of(request)
+        reply = Reply(pb_utils, request.get_response_sender(), view.requested_outputs)
+        try:
+            parsed = self._parser.parse(view)
+        except EngineError as error:
+            refuse(reply, view, code_of(error), str(error))
+        except Exception:  # border: one request; log once, answer, go on
+            _log.exception("a request could not be parsed")
+            refuse(reply, view, INTERNAL, INTERNAL_ERROR_TEXT)
+        else:
+            if isinstance(parsed, StopRequest):
+                self._sender.stop(parsed)
+                reply.send({}, final=True)
+            else:
+                self._sender.submit(parsed, reply)

@@ -1,0 +1,1 @@
+"""Tests, by room: see the README's map. ``tests.support`` holds what they share."""

@@ -1,0 +1,21 @@
+"""Fixtures that tests of every level share. Heavy imports stay inside them: most host tests need no torch."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def table_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the table model M; read only."""
+    from tests.support.table_model import build_table_model
+
+    return build_table_model(tmp_path_factory.mktemp("models") / "table")
+
+
+@pytest.fixture(scope="session")
+def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the random model R; read only."""
+    from tests.support.table_model import build_random_model
+
+    return build_random_model(tmp_path_factory.mktemp("models") / "random")
