@@ -19,3 +19,11 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.table_model import build_random_model
 
     return build_random_model(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="session")
+def table_ids() -> dict[str, int]:
+    """Token id of each word of the table model."""
+    from tests.support.table_model import SPECIAL_TOKENS, WORDS, token_id
+
+    return {word: token_id(word) for word in (*WORDS, *SPECIAL_TOKENS)}

@@ -48,4 +48,4 @@ class EngineArgs:
                 near = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
                 raise ConfigError(f"LLM() has no argument {name!r}{hint}")
-        return cls(model=model, tokenizer=tokenizer, **kwargs)
+        return cls(model=str(model), tokenizer=None if tokenizer is None else str(tokenizer), **kwargs)

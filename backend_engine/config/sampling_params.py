@@ -130,7 +130,7 @@ def _real(params: SamplingParams, name: str, low: float | None, high: float | No
     if not math.isfinite(value):
         raise InvalidRequestError(f"{name} {value} is not allowed; it must be a finite number")
     if (low is not None and value < low) or (high is not None and value > high):
-        limits = [f"at least {low:g}"] * (low is not None) + [f"at most {high:g}"] * (high is not None)
+        limits = [f"at {word} {limit:g}" for word, limit in (("least", low), ("most", high)) if limit is not None]
         raise InvalidRequestError(f"{name} {value:g} is out of range; it must be {' and '.join(limits)}")
     object.__setattr__(params, name, float(value))
 

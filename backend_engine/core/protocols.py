@@ -49,8 +49,11 @@ class KvCapacity(Protocol):
         """Blocks that would become free if this request let go (those it shares with nobody)."""
         ...
 
-    def match_prefix(self, request: LlmRequest) -> PrefixMatch:
-        """Look the beginning of a waiting request up."""
+    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+        """Look the beginning of a waiting request up.
+
+        ``beside``: requests that are admitted in the same step; what they are about to compute is pending too.
+        """
         ...
 
 

@@ -4,7 +4,7 @@ Owned by the executor thread. Answers the scheduler's questions (``KvCapacity``)
 writer of blocks, ref counts, block tables and hashes; it never touches requests or tensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.block import KVCacheBlock
 from backend_engine.kv_cache.block_pool import BlockPool
 from backend_engine.kv_cache.integrity import CacheState, check_cache
-from backend_engine.kv_cache.prefix_index import HashChain, Place, PrefixIndex
+from backend_engine.kv_cache.prefix_index import BlockHash, HashChain, Place, PrefixIndex
 from backend_engine.kv_cache.request_blocks import BlockTable, RequestBlocks
 
 
@@ -81,7 +81,7 @@ class KVCacheManager:
         holding = self._holdings.get(request_id)
         return 0 if holding is None else sum(block.ref_count == 1 for block in holding.blocks)
 
-    def match_prefix(self, request: LlmRequest) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
         """Look the beginning of a waiting request up; at least its last token is left to compute."""
         if not self._enable_block_reuse:
             return PrefixMatch(0, 0, False)
@@ -92,7 +92,9 @@ class KVCacheManager:
         for i in range(max_blocks):
             entry = self._index.find(keys[i], place)
             if entry is None:
-                is_pending = self._index.is_pending(keys[i].block_hash, request.request_id)
+                is_pending = self._index.is_pending(keys[i].block_hash, request.request_id) or any(
+                    self._will_compute(other, i, keys[i].block_hash) for other in beside
+                )
                 return PrefixMatch(i * self.tokens_per_block, num_held, is_pending)
             num_held += entry.block.ref_count > 0
             place = entry.content_id
@@ -163,6 +165,12 @@ class KVCacheManager:
         )
 
     # The parts of the verbs.
+
+    def _will_compute(self, request: LlmRequest, index: int, block_hash: BlockHash) -> bool:
+        """True if block ``index`` of a request about to begin is the one with this hash."""
+        if (index + 1) * self.tokens_per_block > request.num_tokens:
+            return False
+        return self._chain(request).extend(request, index + 1)[index].block_hash == block_hash
 
     def _chain(self, request: LlmRequest) -> HashChain:
         chain = self._chains.get(request.request_id)

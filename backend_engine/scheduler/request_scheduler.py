@@ -81,7 +81,7 @@ class RequestScheduler:
     def _admit(self, batch: MicroBatch, kv: KvCapacity) -> None:
         """Give waiting requests their first row, in order, until one does not fit.
 
-        A request whose next block is being computed by a running one is passed over for this step.
+        A request whose next block another one computes, or is about to, is passed over for this step.
         """
         num_spare = self._capacity.num_spare_blocks(batch.rows, self._running.values(), kv)
         num_places = self._micro_batch.max_requests - len(self._running)
@@ -90,7 +90,7 @@ class RequestScheduler:
         for request in self._waiting:
             if len(admitted) == num_places or batch.num_tokens_left == 0 or num_skips >= self._max_skips:
                 break
-            match = kv.match_prefix(request)
+            match = kv.match_prefix(request, admitted)
             if match.is_pending:
                 num_skips += 1
                 continue

@@ -174,18 +174,29 @@ def test_a_request_never_waits_on_itself() -> None:
     assert _match(manager, make_request(1, [*PREFIX, 1])).is_pending
 
 
-def test_requests_that_compute_the_same_at_once_keep_the_first_block() -> None:
+def test_requests_admitted_together_compute_a_shared_prefix_once() -> None:
     manager = _manager()
     driver = _driver(manager)
-    twins = [make_request(i, [*PREFIX, 1], 12) for i in range(2)]
+    twins = [make_request(i, [*PREFIX, i], 12) for i in range(2)]
     driver.add(*twins)
     driver.step()
-    assert manager.num_used_blocks == 10
-    assert _match(manager, make_request(2, [*PREFIX, 1])) == PrefixMatch(16, 4, False)
+    assert manager.num_used_blocks == 5, "the second waits"
     driver.run()
-    assert manager.num_cached_blocks == 7, "28 tokens, indexed once"
+    assert twins[1].num_cached_tokens == 16
+    assert _match(manager, make_request(2, [*PREFIX, 5])) == PrefixMatch(16, 0, False)
+
+
+def test_requests_that_generate_the_same_keep_the_first_block() -> None:
+    manager = _manager()
+    driver = _driver(manager)
+    twins = [make_request(i, [1, 2], 26) for i in range(2)]
+    driver.add(*twins)
+    driver.step()
+    assert manager.num_used_blocks == 2
+    driver.run()
+    assert manager.num_cached_blocks == 6, "27 stored tokens, indexed once"
     # What the second made after its un-indexed blocks is found behind the blocks of the first.
-    assert _match(manager, make_request(3, [*PREFIX, 1, *twins[1].output_token_ids])).num_tokens == 28
+    assert _match(manager, make_request(3, [1, 2, *twins[1].output_token_ids])).num_tokens == 24
 
 
 def test_least_recently_used_blocks_go_first_and_ends_before_beginnings() -> None:

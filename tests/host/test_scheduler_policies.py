@@ -1,5 +1,7 @@
 """Capacity policies and micro batches: who is admitted, who pauses, who gets how many tokens."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from backend_engine.config.engine_config import SchedulerConfig
@@ -249,7 +251,7 @@ class _PendingKv(AmpleKv):
         super().__init__()
         self.pending = pending
 
-    def match_prefix(self, request: LlmRequest) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
         super().match_prefix(request)
         return PrefixMatch(0, 0, request.request_id in self.pending)
 

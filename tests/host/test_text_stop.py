@@ -45,7 +45,7 @@ class LateDetokenizer(CharacterDetokenizer):
 
 
 def first_match(text: str, words: Sequence[str], min_end: int) -> tuple[int, int] | None:
-    """(start, end) by definition: the word complete first, the longest of several; ends before ``min_end`` don't count."""
+    """(start, end) by definition: complete first, then longest; what ends before ``min_end`` doesn't count."""
     ends = range(max(min_end, 1), len(text) + 1)
     for end in ends:
         ending = [word for word in words if word and text[:end].endswith(word)]

@@ -132,7 +132,10 @@ GOOD = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
         ({"tokenizer.json": "[]", "tokenizer_config.json": GOOD}, "cannot load the tokenizer in {folder}"),
         ({"tokenizer_config.json": GOOD}, "cannot load the tokenizer in {folder}"),
         ({"tokenizer.json": '{"added_tokens": [], "model": {"type": "No"}}', "tokenizer_config.json": GOOD}, "cannot"),
-        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'}, "trust_remote_code"),
+        (
+            {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'},
+            "runs only with trust_remote_code",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_loaded(tmp_path: Path, files: dict[str, str], words: str) -> None:

@@ -1,0 +1,70 @@
+"""Drives a ``ModelEngine`` by hand: builds rows and shuffled block tables, and keeps every logits row."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from backend_engine.config.sampling_params import SamplingParams
+from backend_engine.core.batch import ScheduledRequest, SchedulerOutput
+from backend_engine.core.request import LlmRequest, StopConditions
+from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.model_engine.model_engine import ModelEngine
+from backend_engine.model_engine.model_inputs import EngineLimits
+from backend_engine.model_engine.model_loader import load_model
+
+MAX_SEQ_LEN = 160
+
+
+def new_request(request_id: int, prompt: Sequence[int]) -> LlmRequest:
+    """A request as the executor would hold it."""
+    return LlmRequest(request_id, list(prompt), SamplingParams(), StopConditions(1000), lambda output: None)
+
+
+class EngineDriver:
+    """An engine over ``num_blocks`` blocks that are handed out in random order, unused places filled with NaN."""
+
+    def __init__(self, folder: Path, dtype: str = "float32", tokens_per_block: int = 8, num_blocks: int = 100) -> None:
+        loaded = load_model(folder, dtype, "cpu", "torch")
+        self.pool = KVPool(loaded.kv_specs, num_blocks, tokens_per_block, loaded.options.dtype, loaded.options.device)
+        for layer in self.pool.layers:
+            layer.fill_(float("nan"))
+        self.engine = ModelEngine(loaded, self.pool, EngineLimits(8, 256, MAX_SEQ_LEN))
+        self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
+        self._blocks: dict[int, list[int]] = {}
+        self.logits: dict[int, list[torch.Tensor]] = {}
+
+    def add(self, request_id: int, prompt: Sequence[int]) -> LlmRequest:
+        """A new request with blocks for ``MAX_SEQ_LEN`` tokens."""
+        count = -(-MAX_SEQ_LEN // self.pool.tokens_per_block)
+        self._blocks[request_id] = [self._free.pop() for _ in range(count)]
+        self.logits[request_id] = []
+        return new_request(request_id, prompt)
+
+    def step(self, context: Sequence[tuple[LlmRequest, int]] = (), generation: Sequence[LlmRequest] = ()) -> None:
+        """Compute ``num_tokens`` of each context request and one of each generation request; take greedy tokens."""
+        rows = [self._row(request, num_tokens) for request, num_tokens in context]
+        output = SchedulerOutput(0, tuple(rows), tuple(self._row(request, 1) for request in generation))
+        tables = np.array([self._blocks[row.request.request_id] for row in output.rows], np.int32)
+        logits = self.engine.forward(output, tables)
+        assert logits.shape == (len(output.logits_rows), self.engine.vocab_size)
+        assert logits.dtype == torch.float32
+        for row, values in zip(output.logits_rows, logits, strict=True):
+            self.logits[row.request.request_id].append(values.clone())
+            row.request.promise()
+            row.request.append_token(int(values.argmax()))
+
+    def _row(self, request: LlmRequest, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        request.advance(num_tokens)
+        return ScheduledRequest(request, start, num_tokens, start + num_tokens == request.num_tokens)
+
+    def generate(self, request: LlmRequest, num_tokens: int, chunk: int = 10_000) -> list[int]:
+        """Context in chunks of ``chunk`` tokens, then one token a step until there are ``num_tokens``."""
+        while len(request.output_token_ids) < num_tokens:
+            if request.in_context_phase:
+                self.step(context=[(request, min(chunk, request.num_pending_tokens))])
+            else:
+                self.step(generation=[request])
+        return request.output_token_ids
