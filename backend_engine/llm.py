@@ -4,6 +4,7 @@ Used by Python callers (``generate``, ``generate_async``) and by ``triton_io`` (
 Knows nothing of schedulers, blocks or tensors.
 """
 
+import functools
 import itertools
 import secrets
 import time
@@ -110,9 +111,13 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None) -> GenerationResult:
         """Answer a conversation (``[{"role": ..., "content": ...}, ...]``) using the model's chat template."""
+        return self.generate_async(self._chat_template.encode(messages), sampling_params).result()
+
+    @functools.cached_property
+    def _chat_template(self) -> ChatTemplate:
         if self.tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, and this engine was started without one")
-        return self.generate_async(ChatTemplate(self.tokenizer).encode(messages), sampling_params).result()
+        return ChatTemplate(self.tokenizer)
 
     def submit(  # noqa: PLR0913 - the full request, by keyword
         self,

@@ -54,6 +54,8 @@ def load_tokenizer(tokenizer_dir: str | Path, trust_remote_code: bool = False) -
         if not isinstance(error, usual) and type(error) is not Exception:
             raise
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "it brings code of its own, which runs only with trust_remote_code"
         raise ModelLoadError(f"cannot load the tokenizer in {folder} ({', '.join(found)}): {reason}") from error
     return Tokenizer(loaded)
 

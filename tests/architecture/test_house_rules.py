@@ -17,7 +17,8 @@ ADAPTER_BUDGET = {"preprocessing": 80, "tensorrt_llm": 120, "postprocessing": 80
 CATCH_ALL = {
     "backend_engine/executor/py_executor.py": "a step, and a sink",
     "backend_engine/triton_io/response_stream.py": "a response that cannot be sent",
-    "backend_engine/triton_io/bls_flow.py": "one BLS request",
+    "backend_engine/triton_io/bls_service.py": "one BLS request",
+    "backend_engine/triton_io/single_response.py": "one request of preprocessing or postprocessing",
 }
 
 
