@@ -66,6 +66,16 @@ def test_without_chunking_a_context_longer_than_any_step_is_split_all_the_same()
     driver.run()
 
 
+def test_without_chunking_nobody_overtakes_a_split_context_that_waits_for_room() -> None:
+    driver = _driver(100, max_num_tokens=20, enable_chunked_context=False)
+    driver.add(make_request(0, 1, 8))
+    driver.step()
+    driver.add(make_request(1, 39, 2), make_request(2, 2, 1))
+    # After its first chunk the rest would fit a step, but not beside the generation row.
+    assert [_context(driver.step()) for _ in range(9)] == [[(1, 0, 19)]] + [[]] * 6 + [[(1, 19, 20)], [(2, 0, 2)]]
+    driver.run()
+
+
 def test_no_more_requests_run_than_a_step_has_tokens() -> None:
     driver = _driver(100, max_num_tokens=3)
     driver.add(*(make_request(i, 2, 5) for i in range(6)))
@@ -210,6 +220,38 @@ def test_max_utilization_step_that_pauses_admits_nobody() -> None:
     assert driver.num_paused > 0
 
 
+class _ScriptedKv(AmpleKv):
+    """One free block, and the paused request waits for a block, so that only a newcomer could use it."""
+
+    tokens_per_block = 4
+    num_free_blocks = 1
+
+    def __init__(self, held: dict[int, int]) -> None:
+        super().__init__()
+        self.held = held
+
+    def num_blocks_of(self, request_id: int) -> int:
+        return self.held.get(request_id, 0)
+
+    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+        return PrefixMatch(0, 0, request.request_id in self.held)
+
+
+def test_max_utilization_leaves_free_blocks_alone_in_a_step_that_pauses() -> None:
+    scheduler = RequestScheduler(_config(max_num_tokens=9, capacity_policy="max_utilization"))
+    ample = AmpleKv()
+    old, young = make_request(0, 1, 9, arrival_time=0.0), make_request(1, 20, 9, arrival_time=1.0)
+    scheduler.add(old)
+    scheduler.add(young)
+    for row in scheduler.schedule(ample).rows:
+        row.request.advance(row.num_tokens)
+    old.promise()
+    scheduler.add(make_request(2, 4, 1, arrival_time=2.0))
+    output = scheduler.schedule(_ScriptedKv({0: 1, 1: 2}))
+    assert (_ids(output.paused), _context(output), len(output.generation)) == ([1], [], 1)
+    assert [c[0] for c in _context(scheduler.schedule(_ScriptedKv({0: 1, 1: 0})))] == [2]
+
+
 def test_max_utilization_gives_the_tokens_of_the_paused_to_the_others() -> None:
     driver = _driver(4, capacity_policy="max_utilization", max_num_tokens=8)
     driver.add(make_request(1, 4, 5, arrival_time=1.0))
@@ -221,16 +263,27 @@ def test_max_utilization_gives_the_tokens_of_the_paused_to_the_others() -> None:
     driver.run()
 
 
-def test_victims_that_share_blocks_with_each_other_only_still_make_room() -> None:
-    driver = _driver(7, reuse=True, capacity_policy="max_utilization", max_batch_size=3)
-    prefix = list(range(8))
-    driver.add(make_request(0, 9, 16, arrival_time=0.0))
-    driver.step()
-    driver.add(make_request(1, [*prefix, 1], 4, arrival_time=1.0))
-    driver.step()
-    driver.add(make_request(2, [*prefix, 1], 4, arrival_time=2.0))
+def test_max_utilization_pauses_no_more_than_it_must() -> None:
+    driver = _driver(9, capacity_policy="max_utilization")
+    driver.add(*(make_request(i, 11, 6, arrival_time=float(i)) for i in range(3)))
+    assert [_ids(driver.step().paused) for _ in range(3)] == [[], [], [2]]
     driver.run()
-    assert all(len(output.rows) for output in driver.steps)
+
+
+def test_victims_that_share_blocks_with_each_other_only_still_make_room() -> None:
+    driver = _driver(11, reuse=True, capacity_policy="max_utilization", max_num_tokens=20)
+    shared = list(range(500, 516))
+    driver.add(make_request(1, [*shared, 1], 6, arrival_time=1.0))
+    driver.step()
+    driver.add(make_request(2, [*shared, 2], 6, arrival_time=2.0))
+    driver.step()
+    driver.add(make_request(0, 36, 1, arrival_time=0.0))
+    assert _context(driver.step()) == [(0, 0, 18)]
+    assert driver.kv.num_free_blocks == 0
+    # It needs 4 blocks. The others alone hold one each, and four that they share.
+    output = driver.step()
+    assert (_ids(output.paused), _context(output)) == ([2, 1], [(0, 18, 18)])
+    driver.run()
 
 
 def test_depth_two_stands_still_rather_than_pause_all_for_a_request_that_is_about_to_end() -> None:
