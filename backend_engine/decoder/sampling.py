@@ -63,7 +63,7 @@ def _places(weights: Tensor) -> Tensor:
 
 
 def _weights(values: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Unnormalized probabilities in float64, 1 for the best; finite for any temperature, masked rows included."""
+    """Unnormalized probabilities in float64, 1 for the best; never NaN for any temperature or masked row."""
     best = torch.where(best.isfinite(), best, 0.0)
     return values.double().sub_(best).div_(temperature).exp_()
 
@@ -78,7 +78,7 @@ def _sample_whole(logits: Tensor, group: SamplingGroup, numbers: Tensor) -> Tens
         cumulative = weights.cumsum(-1)
         total = cumulative[:, -1:].contiguous()
         pick = torch.searchsorted(cumulative, numbers[part] * total, right=True)
-        # The last token that has a probability, for a product that was rounded up to the total.
+        # A number below 1 stays below the total, but for totals of 0 and infinity (broken logits): then the first.
         picks[part] = torch.minimum(pick, torch.searchsorted(cumulative, total))
     return picks.clamp_(0, logits.shape[-1] - 1).squeeze(1)
 

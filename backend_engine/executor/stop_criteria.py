@@ -41,7 +41,7 @@ def finish_reason(request: LlmRequest, token_id: int) -> Finish | None:
     if stop.stop_sequences and num_output >= stop.min_output_tokens:
         for sequence in stop.stop_sequences:
             num_before = len(sequence) - 1
-            if sequence[-1] != token_id or num_before >= num_output:
+            if sequence[-1] != token_id:
                 continue
             if num_before == 0:
                 return Finish(FinishReason.STOP, token_id, True)

@@ -1,5 +1,6 @@
 """Draws: frequencies, exact sets, seeds, and every row against a plain-Python reference."""
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -188,6 +189,34 @@ def test_extreme_numbers_pick_tokens_with_probability(params: dict[str, Any]) ->
     assert sample(logits, group, numbers).tolist() == [100, 102]
 
 
+@pytest.mark.parametrize("case", range(60))
+def test_bounds_that_are_met_exactly_are_met(case: int) -> None:
+    """top_p equal to the mass of the first n tokens keeps n, min_p equal to a ratio keeps it, despite rounding.
+
+    With falling probabilities and a number just below 1 the last kept token is drawn.
+    """
+    rng = random.Random(case)
+    shares = sorted((rng.uniform(0.1, 1.0) for _ in range(8)), reverse=True)
+    probabilities = [share / sum(shares) for share in shares]
+    num_kept = rng.randint(1, 7)
+    logits = log_probabilities(*probabilities).unsqueeze(0)
+    mass, ratio = sum(probabilities[:num_kept]), probabilities[num_kept - 1] / probabilities[0]
+    number = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    for top_k, top_p, min_p in ((8, mass, 0.0), (8, math.inf, ratio), (num_kept, math.inf, 0.0)):
+        group = SamplingGroup(
+            temperature=torch.ones((1, 1), dtype=torch.float64),
+            top_k=torch.tensor([[top_k]]),
+            top_p=torch.tensor([[top_p]], dtype=torch.float64),
+            min_p=torch.tensor([[min_p]], dtype=torch.float64),
+            is_whole=min_p > 0,
+            width=top_k if top_k < 8 else 0,
+            has_min_p=min_p > 0,
+        )
+        assert sample(logits, group, number).item() == num_kept - 1
+        ranked_group = dataclasses.replace(group, is_whole=False, width=8)
+        assert sample(logits, ranked_group, number).item() == num_kept - 1
+
+
 def test_numbers_are_a_fixed_function_of_seed_and_index() -> None:
     """These values are the product's promise that a seed gives the same text after an upgrade."""
     keys = stream_keys([0, 7, 2**64 - 1])
@@ -287,7 +316,8 @@ def test_wide_nuclei_and_large_top_k() -> None:
     vocab_size = 9000
     choices: list[dict[str, Any]] = [
         {"top_p": 0.01}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 300}, {"top_k": 5000},
-        {"top_k": 8999, "top_p": 0.99}, {"top_k": 300, "top_p": 0.5, "min_p": 0.3}, {"top_p": 0.95, "temperature": 0.1},
+        {"top_k": 8999, "top_p": 0.99}, {"top_k": 300, "top_p": 0.5}, {"top_k": 5000, "top_p": 0.2, "min_p": 0.01},
+        {"top_p": 0.95, "temperature": 0.1},
     ]  # fmt: skip
     requests = [make_request(i, seed=i, **choices[i % len(choices)]) for i in range(3 * len(choices))]
     logits = torch.randn(len(requests), vocab_size, generator=torch.Generator().manual_seed(1))
@@ -313,12 +343,14 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_broken_rows_still_give_an_id_and_leave_the_others_alone() -> None:
-    good = log_probabilities(0.1, 0.6, 0.3)
-    broken = [torch.full((3,), torch.nan), torch.full((3,), -torch.inf), torch.tensor([torch.inf, 0.0, torch.inf])]
+    good = log_probabilities(0.1, 0.5, 0.3, 0.1)
+    infinite = torch.tensor([0.0, torch.inf, torch.inf, 0.0])
+    broken = [torch.full((4,), torch.nan), torch.full((4,), -torch.inf), infinite]
     for params in ({}, {"temperature": 1.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5, "temperature": 2.0}):
         requests = [make_request(i, seed=i, logprobs=2, **params) for i in range(4)]
-        output = decode(Decoder(3, "cpu"), torch.stack([*broken, good]), requests)
-        assert all(0 <= token < 3 for token in output.token_ids)
+        output = decode(Decoder(4, "cpu"), torch.stack([*broken, good]), requests)
+        assert all(0 <= token < 4 for token in output.token_ids)
+        assert output.token_ids[2] in (1, 2)
         assert output.token_ids[3] == decode_alone(good, requests[3])
         assert output.logprobs is not None
         for entry in output.logprobs:

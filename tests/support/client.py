@@ -72,7 +72,7 @@ class Server:
             connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(payload))
             response = connection.getresponse()
             if response.status != 200:
-                yield {"status": response.status, **strict_json(response.read())}
+                yield {"status": response.status, **strict_json(response.read().removeprefix(b"data:"))}
                 return
             for line in response:
                 if line.startswith(b"data:"):

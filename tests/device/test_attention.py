@@ -1,0 +1,204 @@
+"""Attention backends against a dense implementation that knows nothing of blocks, over random ragged batches.
+
+The pool starts full of NaN, so reading a place that nobody wrote is seen at once.
+"""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from backend_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec
+from backend_engine.attention.select import select_backend
+from backend_engine.attention.torch_attention import TorchAttention
+from backend_engine.errors import ConfigError
+from backend_engine.ops.torch_ops import TorchOps
+from backend_engine.plugins.registry import Registry
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec(layer_idx=0, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)
+SIZE = 4
+Row = tuple[int, int]  # tokens computed before, tokens now
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The last ``len(q)`` tokens of one request against all of its keys, head by head, in float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    first = len(k) - len(q)
+    for head in range(spec.num_heads):
+        keys, values = (t[:, head // (spec.num_heads // spec.num_kv_heads)].double() for t in (k, v))
+        for i in range(len(q)):
+            low = 0 if spec.sliding_window is None else max(0, first + i + 1 - spec.sliding_window)
+            scores = keys[low : first + i + 1] @ q[i, head].double() * spec.scale
+            if spec.logit_softcap is not None:
+                scores = torch.tanh(scores / spec.logit_softcap) * spec.logit_softcap
+            out[i, head] = scores.softmax(0) @ values[low : first + i + 1]
+    return out
+
+
+class Cache:
+    """Requests with shuffled blocks; remembers all keys and values for ``dense``."""
+
+    def __init__(self, num_requests: int, spec: AttentionSpec, dtype: torch.dtype, seed: int = 0) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.backend: AttentionBackend = TorchAttention(TorchOps(), CPU)
+        self.random = [torch.Generator().manual_seed(100 * seed + i) for i in range(num_requests)]
+        self.max_blocks = 24
+        ids = np.random.default_rng(seed).permutation(num_requests * self.max_blocks)
+        self.tables = ids.reshape(num_requests, self.max_blocks).astype(np.int32)
+        self.kv = torch.full((len(ids), 2, SIZE, spec.num_kv_heads, spec.head_dim), math.nan, dtype=dtype)
+        empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=dtype)
+        self.keys, self.values = [empty] * num_requests, [empty] * num_requests
+
+    def draw(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v of the rows' new tokens; a request's values do not depend on who else is in the step."""
+        heads, dim = self.spec.num_heads, self.spec.head_dim
+        all_heads = heads + 2 * self.spec.num_kv_heads
+        drawn = [torch.randn(count, all_heads, dim, generator=self.random[request]) for request, count in rows]
+        q, k, v = torch.cat(drawn).to(self.dtype).split((heads, self.spec.num_kv_heads, self.spec.num_kv_heads), 1)
+        return q, k, v
+
+    def step(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of (request, new tokens), those with one token last; returns what came out and what should."""
+        spec = self.spec
+        q_lens = np.array([count for _, count in rows], np.int32)
+        q, k, v = self.draw(rows)
+        expected, slots, start = [], [], 0
+        for request, count in rows:
+            new = slice(start, start + count)
+            first = len(self.keys[request])
+            self.keys[request] = torch.cat((self.keys[request], k[new]))
+            self.values[request] = torch.cat((self.values[request], v[new]))
+            table = self.tables[request]
+            slots += [int(table[p // SIZE]) * SIZE + p % SIZE for p in range(first, first + count)]
+            expected.append(dense(q[new], self.keys[request], self.values[request], spec))
+            start += count
+        kv_lens = np.array([len(self.keys[request]) for request, _ in rows], np.int32)
+        tables = self.tables[[request for request, _ in rows]]
+        num_contexts = int((q_lens > 1).sum())
+        metadata = AttentionMetadata(
+            num_contexts=num_contexts,
+            num_ctx_tokens=int(q_lens[:num_contexts].sum()),
+            tokens_per_block=SIZE,
+            q_lens=torch.from_numpy(q_lens),
+            kv_lens=torch.from_numpy(kv_lens),
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.tensor(slots, dtype=torch.int32),
+            q_lens_host=q_lens,
+            kv_lens_host=kv_lens,
+            block_tables_host=tables,
+        )
+        self.backend.prepare(metadata)
+        return self.backend.forward(q, k, v, spec, self.kv), torch.cat(expected)
+
+
+VARIANTS = {
+    "plain": SPEC,
+    "multi_head": replace(SPEC, num_kv_heads=6),
+    "multi_query": replace(SPEC, num_kv_heads=1),
+    "window": replace(SPEC, sliding_window=5),
+    "window_of_one": replace(SPEC, sliding_window=1),
+    "softcap": replace(SPEC, logit_softcap=0.7),
+    "window_and_softcap": replace(SPEC, sliding_window=9, logit_softcap=0.7),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_random_ragged_batches(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    pick = random.Random(name)
+    cache = Cache(5, VARIANTS[name], dtype)
+    for _ in range(8):
+        requests = pick.sample(range(5), pick.randint(1, 5))
+        counts = sorted((pick.choice([1, 1, 2, 3, 4, 7, 9]) for _ in requests), reverse=True)
+        found, expected = cache.step(list(zip(requests, counts, strict=True)))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_of_very_different_length_are_computed_in_groups_and_come_back_in_order() -> None:
+    cache = Cache(24, replace(SPEC, head_dim=2), torch.float32)
+    lengths = [3, 90, 5, 88, 2, 7] * 4
+    for request, length in enumerate(lengths):
+        cache.step([(request, length)])
+    found, expected = cache.step([(request, 1) for request in range(24)])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert len(cache.backend._pieces) > 1  # type: ignore[attr-defined]
+
+
+def test_layers_of_one_step_may_have_different_windows() -> None:
+    cache = Cache(3, SPEC, torch.float32)
+    cache.step([(0, 9), (1, 4), (2, 6)])
+    cache.spec = replace(SPEC, sliding_window=3)
+    found, expected = cache.step([(0, 5), (1, 1), (2, 1)])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    q, k, v = cache.draw([(0, 5), (1, 1), (2, 1)])
+    narrow = cache.backend.forward(q, k, v, cache.spec, cache.kv)
+    wide = cache.backend.forward(q, k, v, SPEC, cache.kv)
+    assert not torch.allclose(narrow, wide)
+    again = cache.backend.forward(q, k, v, cache.spec, cache.kv)
+    assert torch.equal(narrow, again)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    alone, crowd = Cache(4, SPEC, torch.float32), Cache(4, SPEC, torch.float32)
+    crowd.step([(0, 5), (1, 9)])
+    first, _ = alone.step([(2, 13)])
+    mixed, _ = crowd.step([(2, 13), (0, 3), (3, 2)])
+    torch.testing.assert_close(mixed[:13], first, atol=1e-6, rtol=1e-6)
+    for _ in range(4):
+        single, _ = alone.step([(2, 1)])
+        mixed, _ = crowd.step([(1, 1), (2, 1), (0, 1)])
+        torch.testing.assert_close(mixed[1:2], single, atol=1e-6, rtol=1e-6)
+
+
+def test_what_an_earlier_owner_left_in_a_block_does_not_leak() -> None:
+    cache = Cache(2, SPEC, torch.float32)
+    cache.step([(0, 11), (1, 3)])
+    cache.keys[0] = cache.keys[0][:0]
+    cache.values[0] = cache.values[0][:0]
+    cache.kv[torch.from_numpy(cache.tables[0]).long()] = math.inf
+    for count in (5, 1, 1, 1, 1, 2):
+        found, expected = cache.step([(0, count), (1, 1)])
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+class Picky(TorchAttention):
+    name = "picky"
+    preference = 9
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
+        return ["no windows"] if spec.sliding_window is not None else []
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: Registry[type[AttentionBackend]] = Registry(
+        "attention backend", {"torch": TorchAttention, "picky": Picky}
+    )
+    monkeypatch.setattr("backend_engine.attention.select.ATTENTION_BACKENDS", registry)
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_auto_takes_the_preferred_backend_that_serves_every_layer() -> None:
+    windowed = replace(SPEC, sliding_window=3)
+    assert select_backend("auto", [SPEC], torch.float32, CPU) is Picky
+    assert select_backend("auto", [SPEC, windowed], torch.float32, CPU) is TorchAttention
+    assert select_backend("torch", [SPEC], torch.float32, CPU) is TorchAttention
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_a_refusal_prints_the_reasons_of_every_candidate() -> None:
+    windowed = replace(SPEC, sliding_window=3)
+    with pytest.raises(ConfigError, match=r"^no attention backend can serve this model \(picky: no windows\)$"):
+        select_backend("picky", [windowed], torch.float32, CPU)
+    with pytest.raises(
+        ConfigError, match=r"\(picky: no windows; torch: dtype torch\.int8 is not a floating point type\)$"
+    ):
+        select_backend("auto", [windowed], torch.int8, CPU)
+    with pytest.raises(ConfigError, match=r"unknown attention backend 'torhc'; known: picky, torch; .*'torch'\?$"):
+        select_backend("torhc", [SPEC], torch.float32, CPU)

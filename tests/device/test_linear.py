@@ -1,0 +1,74 @@
+"""``Linear`` with ``Unquantized``, packed and not, and the pool's shapes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backend_engine.core.kv_spec import KvSpec
+from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.layers.linear import Linear
+from backend_engine.quantization import unquantized
+from backend_engine.quantization.quant_method import TensorOptions
+from backend_engine.quantization.unquantized import Unquantized
+
+CPU = torch.device("cpu")
+
+
+def loaded_linear(
+    method: Unquantized, bias: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
+    """A layer with random weights, after loading, and copies of weight and bias."""
+    layer = Linear(24, (16, 8, 8), method, TensorOptions(dtype, CPU), bias)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    assert layer.weight is not None
+    weight, bias_values = layer.weight.detach().clone(), None if layer.bias is None else layer.bias.detach().clone()
+    layer.after_loading()
+    return layer, weight, bias_values
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("pack", [False, unquantized.packing_works()])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_the_product_is_that_of_the_plain_weight(num_tokens: int, pack: bool, bias: bool) -> None:
+    layer, weight, bias_values = loaded_linear(Unquantized(pack), bias)
+    x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(num_tokens))
+    torch.testing.assert_close(layer(x), F.linear(x, weight, bias_values), atol=1e-5, rtol=1e-5)
+    assert torch.equal(layer.quant.dequantize(layer), weight)
+    assert (layer.weight is None) == pack == (layer.packed_weight is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_are_never_packed(dtype: torch.dtype) -> None:
+    layer, weight, _ = loaded_linear(Unquantized(), False, dtype)
+    x = torch.ones(2, 24, dtype=dtype)
+    assert layer.packed_weight is None
+    assert torch.equal(layer(x), F.linear(x, weight))
+    assert layer.quant.dequantize(layer).dtype == torch.float32
+
+
+def test_a_torch_without_the_packing_operator_is_served_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(unquantized, "_pack", absent)
+    assert not unquantized.packing_works()
+    layer, weight, _ = loaded_linear(Unquantized(), False)
+    x = torch.randn(3, 24)
+    assert layer.packed_weight is None
+    assert torch.equal(layer(x), F.linear(x, weight))
+
+
+def test_packing_that_gives_wrong_answers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = unquantized._pack
+    monkeypatch.setattr(unquantized, "_pack", lambda weight: real(weight + 1))
+    assert not unquantized.packing_works()
+
+
+def test_the_pool_holds_what_the_specs_say() -> None:
+    pool = KVPool([KvSpec(2, 8), KvSpec(1, 4)], 5, 16, torch.bfloat16, CPU)
+    assert [tuple(layer.shape) for layer in pool.layers] == [(5, 2, 16, 2, 8), (5, 2, 16, 1, 4)]
+    assert pool.layer(1) is pool.layers[1]
+    assert not any(layer.any() for layer in pool.layers)
+    assert pool.num_bytes == 5 * 16 * (KvSpec(2, 8).bytes_per_token(2) + KvSpec(1, 4).bytes_per_token(2))
