@@ -89,7 +89,8 @@ class Conversation:
             raise
         self._messages.append({"role": "assistant", "content": answer.text})
         suffix = "" if answer.is_complete else ", cancelled"
-        print(f"\n[{answer.summary()}{suffix}]", file=sys.stderr, flush=True)
+        print(flush=True)
+        print(f"[{answer.summary()}{suffix}]", file=sys.stderr, flush=True)
 
 
 def converse(conversation: Conversation, is_interactive: bool) -> int:

@@ -6,7 +6,6 @@
 
 import sys
 
-import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -20,8 +19,8 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         print(snapshot_download(argv[0], allow_patterns=_FILES))
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    except (HfHubHTTPError, OSError, ValueError) as error:  # no network comes as LocalEntryNotFoundError, an OSError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         print(
             f"error: cannot download {argv[0]} from the Hugging Face hub: {reason}; "
             "check the name and the network, or give a folder",

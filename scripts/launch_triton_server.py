@@ -48,9 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-file", type=Path, help="where the log goes (default: in the cache; with --log triton_log.txt)"
     )
-    parser.add_argument(
-        "--exit_timeout", "--exit-timeout", type=int, default=4, help="seconds the server may take to end"
-    )
+    parser.add_argument("--exit_timeout", "--exit-timeout", type=int, default=9, help="seconds stopping may take")
     parser.add_argument("--detach", action="store_true", help="return when the server is ready and leave it running")
     parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="CUDA pool of GPU 0, bytes")
     old = parser.add_argument_group("accepted from older launchers, without effect")
@@ -104,6 +102,15 @@ def host_warning(host: str) -> str:
     )
 
 
+def describe(server: TritonServer) -> str:
+    """Return lines that say where ``server`` listens, where it logs and with which key it is controlled."""
+    return (
+        f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}\n  metrics  {server.metrics_url}\n"
+        f"  log      {server.log_path}\n"
+        f"  model control key: send it as header {ADMIN_HEADER}: {server.admin_key}"
+    )
+
+
 def watch(server: TritonServer, stop: threading.Event) -> int:
     """Wait until ``stop`` is set or the server ends by itself, end it, and return the exit code for the shell."""
     while not stop.wait(0.2):
@@ -132,9 +139,8 @@ def _run(server: TritonServer, ready_pipe: int | None) -> int:
     except START_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"ready (pid {server.pid})\n  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}")
-    print(f"  metrics  {server.metrics_url}\n  log      {server.log_path}")
-    print(f"  model control key: send it as header {ADMIN_HEADER}: {server.admin_key}", flush=True)
+    print(f"ready; end it with Ctrl-C or: kill {os.getpid()}")
+    print(describe(server), flush=True)
     if ready_pipe is not None:
         _leave_terminal(ready_pipe)
     return watch(server, stop)

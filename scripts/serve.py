@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chat_client import ChatClient, ChatError
-from launch_triton_server import START_ERRORS, host_warning, stop_event, watch
+from launch_triton_server import START_ERRORS, describe, host_warning, stop_event, watch
 from paths import default_log_path, make_run_dir
 from prompt import PromptError, PromptRenderer
 from render_repository import RenderError, parse_settings, render_repository
 from serve_options import build_parser, check, is_hub_id
 from server_log import ModelEvent
-from triton_server import ADMIN_HEADER, ServerOptions, TritonServer
+from triton_server import ServerOptions, TritonServer
 
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 64
@@ -113,9 +113,7 @@ or talk to it:
 
 def print_ready(server: TritonServer, arguments: argparse.Namespace, run_dir: Path) -> None:
     """Print where everything is, and with ``--print-json`` the same as one line of JSON."""
-    print(f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}\n  metrics  {server.metrics_url}")
-    print(f"  log      {server.log_path}")
-    print(f"  model control key: send it as header {ADMIN_HEADER}: {server.admin_key}", flush=True)
+    print(describe(server), flush=True)
     if arguments.print_json:
         ready = {
             "event": "ready",
@@ -181,7 +179,8 @@ def serve(arguments: argparse.Namespace, run_dir: Path, stop: threading.Event) -
             prompt = PromptRenderer(model_dir).render([{"role": "user", "content": QUESTION}])
             if not arguments.no_demo:
                 ask_sample(server, model, prompt, stop)
-            print(usage_lines(server, model, prompt))
+            if not stop.is_set():
+                print(usage_lines(server, model, prompt))
     except (ChatError, PromptError) as error:
         print(f"\nerror: the sample question failed: {error}", file=sys.stderr)
     print_ready(server, arguments, run_dir)

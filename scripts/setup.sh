@@ -31,7 +31,7 @@ run() {
 interrupted() {
     trap '' INT TERM
     if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; wait "$child" 2>/dev/null || true; fi
-    printf 'interrupted\n' >&2
+    printf 'interrupted\n' >&8  # standard error may be pip's log just now
     exit "$1"
 }
 
@@ -149,19 +149,24 @@ with open(sysconfig.get_path("purelib") + "/inflight.pth", "w") as file:
     file.write(sys.argv[1] + "\n")' "$root"
 }
 
-# Does all of it for level $1 (base or dev); returns at once when it was done before.
+# Does what is missing for level $1 (base or dev); returns at once when nothing is.
 set_up() {
-    local level=$1 started=$SECONDS needed=4096
+    find_device
+    if is_set_up "$1"; then return; fi
+    exec 8>&2 9<"$root"
     trap 'interrupted 130' INT
     trap 'interrupted 143' TERM
-    find_device
-    if is_set_up "$level"; then return; fi
-    exec 9<"$root"
     if command -v flock >/dev/null 2>&1 && ! flock -n 9; then
         echo "another set-up is running here; waiting for it"
         run flock 9
-        if is_set_up "$level"; then exec 9<&-; return; fi
     fi
+    if ! is_set_up "$1"; then install_all "$1"; fi
+    trap - INT TERM
+    exec 8>&- 9<&-
+}
+
+install_all() {
+    local level=$1 started=$SECONDS needed=4096
     step 1/4 "checking this machine"
     check_platform
     find_python
@@ -178,7 +183,6 @@ set_up() {
     install_packages "$level"
     rm -f "$pip_log"
     printf '%s %s\n' "$(fingerprint)" "$level" >"$stamp"
-    exec 9<&-
     echo "set up in $((SECONDS - started)) s"
 }
 

@@ -22,9 +22,9 @@ read -r line
 [ "$line" = done ] && exit 0
 : > "$4"
 sleep 2
-kill -TERM -- "-$1"
-for _ in 1 2 3 4 5; do kill -0 -- "-$1" || break; sleep 1; done
-kill -KILL -- "-$1"
+kill -TERM -"$1"
+for _ in 1 2 3 4 5; do kill -0 -"$1" || break; sleep 1; done
+kill -KILL -"$1"
 rm -f -- /dev/shm/"$2"*
 rm -rf -- "$3"
 """

@@ -40,8 +40,8 @@ class ServerOptions:
     """How to start a server.
 
     ``run_dir`` belongs to this run alone: it is made when missing and removed at the end with all it holds; None
-    makes one. ``drain_timeout_s`` bounds the wait for running streams to end, ``exit_timeout_s`` the server's own
-    end after SIGTERM. An empty ``admin_key`` makes a random one. ``environment`` is added to this process's own.
+    makes one. ``drain_timeout_s`` bounds the wait for running streams to end, ``exit_timeout_s`` the whole of
+    ``stop``. An empty ``admin_key`` makes a random one. ``environment`` is added to this process's own.
     """
 
     model_repository: Path
@@ -55,7 +55,7 @@ class ServerOptions:
     log_path: Path | None = None
     log_verbose: int = 0
     drain_timeout_s: float = 4.0
-    exit_timeout_s: int = 4
+    exit_timeout_s: int = 9
     admin_key: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     extra_arguments: tuple[str, ...] = ()
@@ -161,7 +161,8 @@ class TritonServer:
             f"--grpc-restricted-protocol={control_key}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
             f"--model-control-mode={options.model_control_mode}",
-            f"--exit-timeout-secs={options.exit_timeout_s}",
+            # A client that keeps an idle gRPC stream open holds the server up to here.
+            f"--exit-timeout-secs={max(1, options.exit_timeout_s - int(options.drain_timeout_s))}",
         ]
         if options.model_control_mode == "explicit":
             command.append("--load-model=*")
@@ -242,12 +243,13 @@ class TritonServer:
         if self._process is None or self._is_stopped:
             return self._process.returncode if self._process else 0
         self._is_stopped = True
+        deadline = time.monotonic() + self.options.exit_timeout_s
         if self._is_up and self.poll() is None:
             self._drain()
             self._process.terminate()
             # A server that is still loading models would hear SIGTERM only afterwards, so that one is killed.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(self.options.exit_timeout_s + 1)
+                self._process.wait(max(0.0, deadline - time.monotonic()))
         kill_group(self._process.pid)
         exit_code = self._process.wait()
         remove_shared_memory(self.shm_prefix)

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from backend_engine.errors import EngineError, InvalidRequestError
+from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import tensor_table
-from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, CODES, INTERNAL
+from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, ModelCallError
 from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_parser import request_timeout_ms
-from backend_engine.triton_io.request_view import Array, OptionReader, ParameterGuard, RequestView, num_rows
+from backend_engine.triton_io.request_view import Array, OptionReader, ParameterGuard, RequestView, first_text, num_rows
 from backend_engine.triton_io.response_builder import string_array
 
 _log = get_logger(__name__)
@@ -42,14 +42,6 @@ class CallModel(Protocol):
     def __call__(
         self, model: str, inputs: Mapping[str, Array], outputs: Sequence[str], request_id: str
     ) -> Iterator[ModelResponse]: ...
-
-
-class ModelCallError(EngineError):
-    """Another model answered with an error of class ``code``."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class BlsFlow:
@@ -124,19 +116,14 @@ class BlsFlow:
             if response.error is not None:
                 failure = ModelCallError(INTERNAL, response.error)
                 continue
-            errors = _text(response.outputs, "error") or _text(response.outputs, "ERROR")
+            errors = first_text(response.outputs, "error") or first_text(response.outputs, "ERROR")
             if errors:
-                code = _text(response.outputs, "error_code") or _text(response.outputs, "ERROR_CODE")
-                failure = ModelCallError(code if code in CODES else INTERNAL, errors)
+                code = first_text(response.outputs, "error_code") or first_text(response.outputs, "ERROR_CODE")
+                failure = ModelCallError(code, errors)
             else:
                 yield response.outputs
         if failure is not None:
             raise failure
-
-
-def _text(outputs: Mapping[str, Array], name: str) -> str:
-    values = outputs.get(name)
-    return "" if values is None or not values.size else values.reshape(-1)[0].decode("utf-8", "replace")
 
 
 def _check(view: RequestView) -> None:
@@ -156,7 +143,7 @@ def _check(view: RequestView) -> None:
 
 def _engine_options(view: RequestView) -> dict[str, Array]:
     """Inputs of the engine model that need no preprocessing, from inputs and request parameters."""
-    inputs: dict[str, Array] = {"return_errors_in_band": np.ones((1, 1), np.bool_)}
+    inputs: dict[str, Array] = {}
     for text_name, engine_name in tensor_table.engine_from_text().items():
         values = view.inputs.get(text_name)
         if values is not None and values.size != 1:

@@ -12,13 +12,14 @@ from typing import Any
 
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
-from backend_engine.triton_io.bls_flow import BlsFlow, ModelCallError
+from backend_engine.triton_io.bls_flow import BlsFlow
 from backend_engine.triton_io.error_codes import (
     CANCELLED,
     CANCELLED_TEXT,
     INTERNAL,
     INTERNAL_ERROR_TEXT,
     UNAVAILABLE,
+    ModelCallError,
     code_of,
 )
 from backend_engine.triton_io.parameters import BlsParameters
@@ -89,8 +90,6 @@ class BlsService:
         live.is_started = True
         try:
             self._answer(live, self._flow.run(live.view, live.inner_id, lambda: live.is_cancelled))
-        except ModelCallError as error:
-            reply.close(error.code, str(error))
         except EngineError as error:
             reply.close(code_of(error), str(error))
         except Exception:  # border: one request; log once, answer, go on

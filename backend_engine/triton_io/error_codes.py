@@ -19,8 +19,18 @@ INTERNAL_ERROR_TEXT = "internal error; the server's log has the details"
 CANCELLED_TEXT = "the request was cancelled by its client"
 
 
+class ModelCallError(EngineError):
+    """Another of our models answered with an error of class ``code`` (one of ``CODES``, or it counts as internal)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code if code in CODES else INTERNAL
+
+
 def code_of(error: EngineError) -> str:
     """The code that tells a client what to do: mend the request, try later, or report."""
+    if isinstance(error, ModelCallError):
+        return error.code
     if isinstance(error, InvalidRequestError):
         return INVALID_ARG
     if isinstance(error, OutOfCapacityError | ShutdownError | DeadlineExceededError):

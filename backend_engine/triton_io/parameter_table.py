@@ -82,6 +82,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         SHAPE, "max_queue_delay_microseconds", (PREPROCESSING, ENGINE), "int", "0", "Dynamic batcher's delay.", low=0
     ),
+    Parameter(SHAPE, "max_queue_size", (PREPROCESSING,), "int", "0", "Dynamic batcher's queue; 0 = no limit.", low=0),
     Parameter(SHAPE, "preprocessing_instance_count", (PREPROCESSING,), "int", "required", "Processes.", low=1),
     Parameter(
         SHAPE, "postprocessing_instance_count", (POSTPROCESSING,), "int", "required",

@@ -143,10 +143,10 @@ class EngineParameters:
 
 @dataclass(frozen=True)
 class PreprocessingParameters:
-    """Parameters of preprocessing. ``model_dir``: where config.json and generation_config.json lie."""
+    """Parameters of preprocessing. ``model_dir``: where config.json and generation_config.json lie, if set."""
 
     tokenizer_dir: str
-    model_dir: str
+    model_dir: str | None
     trust_remote_code: bool
     add_special_tokens: bool
     reject_unknown_parameters: bool
@@ -238,7 +238,7 @@ def read_preprocessing(model_config: Mapping[str, Any]) -> PreprocessingParamete
     reader.check()
     return PreprocessingParameters(
         tokenizer_dir=tokenizer_dir,
-        model_dir=reader.get("gpt_model_path", tokenizer_dir),
+        model_dir=reader.get("gpt_model_path"),
         trust_remote_code=reader.get("trust_remote_code", False),
         add_special_tokens=reader.get("add_special_tokens", True),
         reject_unknown_parameters=reader.get("reject_unknown_parameters", False),

@@ -5,12 +5,10 @@ the fields as the clients of the text models know them. Knows nothing of Triton 
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
 from backend_engine.errors import InvalidRequestError
 from backend_engine.triton_io.parameters import PreprocessingParameters
 from backend_engine.triton_io.request_view import Array, scalar
@@ -50,20 +48,16 @@ class ModelFacts(NamedTuple):
     pad_id: int
 
     @classmethod
-    def of(cls, model_dir: str, tokenizer: TextEncoder) -> "ModelFacts":
-        """From the model's JSON files, and from the tokenizer where there are none or they do not say."""
-        vocab_size: int | None = None
-        end_ids: tuple[int, ...] = ()
-        if (Path(model_dir) / "config.json").exists():
-            stated = read_hf_config(model_dir).get("vocab_size")
-            vocab_size = stated if isinstance(stated, int) else None
-            end_ids = read_generation_config(model_dir).end_ids
-        if not end_ids and tokenizer.eos_token_id is not None:
-            end_ids = (tokenizer.eos_token_id,)
+    def of(cls, tokenizer: TextEncoder, hf_config: Mapping[str, Any], end_ids: Sequence[int]) -> "ModelFacts":
+        """From config.json (empty = there is none) and the stated end ids; the tokenizer says what they do not."""
+        stated = hf_config.get("vocab_size")
+        ends = tuple(end_ids)
+        if not ends and tokenizer.eos_token_id is not None:
+            ends = (tokenizer.eos_token_id,)
         pad_id = tokenizer.pad_token_id
         if pad_id is None:
-            pad_id = end_ids[0] if end_ids else 0
-        return cls(vocab_size or tokenizer.vocab_size, end_ids, pad_id)
+            pad_id = ends[0] if ends else 0
+        return cls(stated if isinstance(stated, int) else tokenizer.vocab_size, ends, pad_id)
 
 
 class PromptBuilder:
@@ -99,6 +93,7 @@ class PromptBuilder:
             "OUT_END_ID": _column(end_ids, default_end, num_rows),
             "OUT_PAD_ID": _column(pad_ids, self._facts.pad_id, num_rows),
             "DETOKENIZE": np.ones((num_rows, 1), np.bool_),
+            "ERRORS_IN_BAND": np.ones((num_rows, 1), np.bool_),
         }
         if any(
             read_words(row, "stop_words", self._parameters.word_limits) for row in _rows(inputs.get("STOP_WORDS_DICT"))

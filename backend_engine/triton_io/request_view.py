@@ -45,6 +45,12 @@ def num_rows(view: RequestView, name: str) -> int:
     return int(values.shape[0]) if values.ndim > 0 else 1
 
 
+def first_text(tensors: Mapping[str, Array], name: str) -> str:
+    """First element of a STRING tensor of ours; empty when it is not there."""
+    values = tensors.get(name)
+    return "" if values is None or not values.size else values.reshape(-1)[0].decode("utf-8", "replace")
+
+
 class OptionReader:
     """Reads the ``OPTIONS`` of a request. ``text_names``: use and report the text models' names."""
 

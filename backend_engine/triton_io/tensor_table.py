@@ -168,6 +168,7 @@ MODELS: dict[str, ModelTensors] = {
             TensorRow("STOP_WORDS_TEXT", STRING, (-1,), "The stop words themselves, when there are any."),
             TensorRow("STOP_TOKEN_IDS", INT32, (-1,), "All end ids of the model, when the request named none."),
             TensorRow("DETOKENIZE", BOOL, (1,), "Always true: the engine shall make the text."),
+            TensorRow("ERRORS_IN_BAND", BOOL, (1,), "Always true: the engine's errors shall come as tensors."),
             TensorRow("ERROR", STRING, (1,), "What was wrong with the request, when asked for."),
             TensorRow("ERROR_CODE", STRING, (1,), "The class of that error."),
         ),
@@ -193,6 +194,8 @@ MODELS: dict[str, ModelTensors] = {
             TensorRow("TOKENS_BATCH", INT32, (-1, -1), "Token ids [batch, beams, n]."),
             TensorRow("SEQUENCE_LENGTH", INT32, (-1,), "How many of each count [batch, beams]."),
             TensorRow("TEXT", STRING, (-1,), "The text, when the engine made it.", True),
+            TensorRow("ERROR", STRING, (1,), "The engine's error; it becomes the answer.", True),
+            TensorRow("ERROR_CODE", STRING, (1,), "The class of that error.", True),
         ),
         outputs=(TensorRow("OUTPUT", STRING, (-1,), "One text a beam, flat."),),
     ),
@@ -213,6 +216,15 @@ ENGINE_FROM_PREPROCESSING: dict[str, str] = {
     "STOP_WORDS_TEXT": "stop_words_text",
     "STOP_TOKEN_IDS": "stop_token_ids",
     "DETOKENIZE": "detokenize",
+    "ERRORS_IN_BAND": "return_errors_in_band",
+}
+# Outputs of the engine model -> the input of postprocessing that takes them.
+POSTPROCESSING_FROM_ENGINE: dict[str, str] = {
+    "output_ids": "TOKENS_BATCH",
+    "sequence_length": "SEQUENCE_LENGTH",
+    "text_output": "TEXT",
+    "error": "ERROR",
+    "error_code": "ERROR_CODE",
 }
 # Inputs of the text models -> the input of preprocessing that takes them.
 PREPROCESSING_FROM_TEXT: dict[str, str] = {
@@ -244,6 +256,7 @@ def input_names(model: str) -> tuple[str, ...]:
 
 
 def spellings(field: str, *, text_model: bool) -> tuple[str, ...]:
-    """The inputs that carry ``field``, oldest spelling first."""
-    names = (o.text_name if text_model else o.token_name for o in OPTIONS if o.field == field)
+    """The inputs that carry ``field``, oldest spelling first; what one kind of model lacks, by the other's name."""
+    options = [option for option in OPTIONS if option.field == field]
+    names = [(o.text_name or o.token_name) if text_model else (o.token_name or o.text_name) for o in options]
     return tuple(name for name in names if name is not None)

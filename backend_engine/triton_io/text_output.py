@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from backend_engine.errors import InvalidRequestError
-from backend_engine.triton_io.request_view import Array
+from backend_engine.triton_io.error_codes import ModelCallError
+from backend_engine.triton_io.request_view import Array, first_text
 
 
 class TextDecoder(Protocol):
@@ -23,8 +24,12 @@ def texts(inputs: Mapping[str, Array], tokenizer: TextDecoder, skip_special_toke
     """The texts of one response, flat ``[batch * beams]``.
 
     ``TOKENS_BATCH`` ``[B, beams, n]``; each beam is cut to its ``SEQUENCE_LENGTH`` ``[B, beams]``. ``TEXT``, when
-    present, is taken as it is. ``InvalidRequestError`` names the tensor whose shape does not fit.
+    present, is taken as it is, and ``ERROR`` is raised as ``ModelCallError``: Triton Server loses pieces that are still
+    here, and leaks the request, when an engine inside an ensemble sends an error after them. ``InvalidRequestError``
+    names the tensor whose shape does not fit.
     """
+    if "ERROR" in inputs:
+        raise ModelCallError(first_text(inputs, "ERROR_CODE"), first_text(inputs, "ERROR"))
     ready = inputs.get("TEXT")
     if ready is not None:
         return ready.reshape(-1).astype(np.object_)

@@ -181,7 +181,7 @@ class MetricFamily:
         self.kind = kind
         self.metrics: list[Metric] = []
 
-    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 - the name in Triton Server's module
+    def Metric(self, labels: dict[str, str]) -> Metric:
         self.metrics.append(Metric(self, labels))
         return self.metrics[-1]
 

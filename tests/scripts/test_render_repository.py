@@ -34,7 +34,7 @@ AWKWARD = [
     "",
     "${not_a_placeholder}",
     "$$",
-    "it's \"quoted\"",
+    'it\'s "quoted"',
     "back\\slash\\",
     "two\nlines\r\n\ttab",
     "\x01\x7f\x1b",
@@ -131,7 +131,10 @@ def test_twice_gives_the_same_files_and_leaves_the_sources(sources: tuple[Path, 
         ({"decoupled_mode": "maybe"}, "decoupled_mode='maybe' is not allowed; use true or false"),
         ({"logits_datatype": "FP32"}, "logits_datatype='FP32' is not allowed; use TYPE_FP16 or TYPE_FP32"),
         ({"postprocessing_instance_count": "0"}, "postprocessing_instance_count='0' is not allowed"),
-        ({"postprocessing_instance_count": "4"}, "postprocessing_instance_count=4 is not allowed with decoupled_mode:true"),
+        (
+            {"postprocessing_instance_count": "4"},
+            "postprocessing_instance_count=4 is not allowed with decoupled_mode:true",
+        ),
         ({"mixed": "\udcff"}, "is not valid UTF-8"),
     ],
 )
@@ -144,7 +147,9 @@ def test_refusals_name_key_and_value(
     assert not (tmp_path / "out").exists()
 
 
-def test_several_postprocessing_instances_are_fine_without_streaming(sources: tuple[Path, Path], tmp_path: Path) -> None:
+def test_several_postprocessing_instances_are_fine_without_streaming(
+    sources: tuple[Path, Path], tmp_path: Path
+) -> None:
     render_repository(
         tmp_path / "out", {"postprocessing_instance_count": "4", "decoupled_mode": "False"}, Path("/m"), *sources
     )

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
 from backend_engine.text.tokenizer import load_tokenizer
@@ -23,7 +25,11 @@ class TritonPythonModel:
         try:
             settings = parameters.read_preprocessing(json.loads(args["model_config"]))
             tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
-            self._builder = PromptBuilder(tokenizer, ModelFacts.of(settings.model_dir, tokenizer), settings)
+            facts = ModelFacts.of(tokenizer, {}, ())
+            model_dir = settings.model_dir or settings.tokenizer_dir
+            if settings.model_dir or (Path(model_dir) / "config.json").exists():
+                facts = ModelFacts.of(tokenizer, read_hf_config(model_dir), read_generation_config(model_dir).end_ids)
+            self._builder = PromptBuilder(tokenizer, facts, settings)
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         names = tensor_table.input_names(tensor_table.ENSEMBLE)
