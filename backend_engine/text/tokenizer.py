@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tokenizer_config.json",
 )
+_PLAIN_FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Control tokens that some models forget to mark as special, such as <|user|> or DeepSeek's wide-barred ones.
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _ANCHOR = "\n"  # what stands before a word in the middle of a text, and merges with no word
@@ -44,10 +45,15 @@ def load_tokenizer(tokenizer_dir: str | Path, trust_remote_code: bool = False) -
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         raise ModelLoadError(f"no tokenizer in {folder}: looked for {', '.join(TOKENIZER_FILES)}")
-    from transformers import AutoTokenizer  # seconds to import: not before a tokenizer is wanted
-
     try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        if _is_plain_fast_tokenizer(folder):
+            from transformers import PreTrainedTokenizerFast  # a second to import: not before a tokenizer is wanted
+
+            loaded: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer  # imports torch too, where it is installed
+
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
         # The Rust library raises bare ``Exception``, beside the usual classes for unreadable files.
         usual = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
@@ -58,6 +64,16 @@ def load_tokenizer(tokenizer_dir: str | Path, trust_remote_code: bool = False) -
             reason = "it brings code of its own, which runs only with trust_remote_code"
         raise ModelLoadError(f"cannot load the tokenizer in {folder} ({', '.join(found)}): {reason}") from error
     return Tokenizer(loaded)
+
+
+def _is_plain_fast_tokenizer(folder: Path) -> bool:
+    """Whether ``AutoTokenizer`` would end at the class that only reads tokenizer.json, so that it need not be asked."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    is_plain = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_FAST_CLASSES
+    return is_plain and "auto_map" not in config and (folder / "tokenizer.json").is_file()
 
 
 class Tokenizer:

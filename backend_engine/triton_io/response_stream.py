@@ -92,13 +92,18 @@ class ResponseStream:
         last = outputs[-1] if outputs and outputs[-1].finished else None
         error = self._failure or (last.error if last is not None else None)
         if error is not None:
+            if self.options.streaming and outputs[:-1]:
+                self._send(outputs[:-1], final=False)  # what came before the error is not lost
             self._fail(code_of(error), str(error))
         elif last is not None and self._is_cancelled_by_client:
             self._fail(CANCELLED, CANCELLED_TEXT)
         else:
-            tensors = self._builder.build(outputs)
-            if tensors is not None:
-                self._reply.send(tensors, final=last is not None)
+            self._send(outputs, final=last is not None)
+
+    def _send(self, outputs: list[RequestOutput], *, final: bool) -> None:
+        tensors = self._builder.build(outputs)
+        if tensors is not None:
+            self._reply.send(tensors, final=final)
 
     def _fail(self, code: str, message: str) -> None:
         if self.options.errors_in_band:
