@@ -174,6 +174,19 @@ def test_an_error_is_the_final_response_and_keeps_its_class(
     assert (sender.responses[-1].error().code(), sender.responses[-1].error().message()) == (code, "no")
 
 
+def test_tokens_that_are_unsent_when_an_error_comes_are_sent_before_it() -> None:
+    porch = Porch()
+    sender = porch.submit(streaming=True)
+    for token_id in (5, 6):
+        porch.llm.say(1, token_id)
+    porch.llm.end(1, FinishReason.ERROR, error=StepFailedError("no"))
+    porch.thread.start()
+    assert eventually(lambda: sender.is_final)
+    porch.thread.close()
+    assert sender.responses[0].arrays()["output_ids"].tolist() == [[[5, 6]]]
+    assert sender.responses[1].error().message() == "no" and finals(sender) == 1
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_our_own_models_get_errors_in_band(porch: Porch, late: bool) -> None:
     sender = porch.submit(streaming=True, errors_in_band=True, return_finish_reason=True)
