@@ -121,12 +121,15 @@ def server_environment(installation: ServerInstallation, base: Mapping[str, str]
     """Return the environment to start the server with, made from ``base``.
 
     The virtual environment comes first on PATH, because the stub finds its packages through it, and the
-    repository root comes first on PYTHONPATH, so that the models can import ``backend_engine``.
+    repository root comes first on PYTHONPATH, so that the models can import ``backend_engine``. Unless told otherwise
+    OpenMP's threads sleep while they wait: server, model processes and clients share the cores with the engine, and
+    threads that spin at every barrier would keep the very threads from running that they wait for.
     """
     environment = dict(base)
     environment["PATH"] = _prepend(str(Path(sys.prefix) / "bin"), base.get("PATH", ""))
     environment["PYTHONPATH"] = _prepend(str(REPOSITORY_ROOT), base.get("PYTHONPATH", ""))
     environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if installation.library_dirs:
         libraries = os.pathsep.join(str(directory) for directory in installation.library_dirs)
         environment["LD_LIBRARY_PATH"] = _prepend(libraries, base.get("LD_LIBRARY_PATH", ""))

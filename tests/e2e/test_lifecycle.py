@@ -10,21 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client import GrpcStream, Server
+from tests.support.client import GrpcStream, Server, eventually
 
 pytestmark = pytest.mark.triton
 MODELS = ["ensemble", "tensorrt_llm_bls", "postprocessing", "tensorrt_llm", "preprocessing"]
 COUNT = " 1 2 3 4 5 end"
-
-
-def eventually(check: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Wait until ``check`` holds; liveness with a wide margin."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if check():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def is_idle(server: Server) -> bool:
