@@ -71,6 +71,24 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def write_bars(path: Path, title: str, bars: list[tuple[str, float]], unit: str) -> None:
+    """A bar chart as SVG: one bar a row, longest first in the order given."""
+    row, left, width = 28, 230, 420
+    longest = max(value for _, value in bars)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 110}" height="{row * len(bars) + 44}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<text x="8" y="20" font-weight="bold">{title}</text>',
+    ]
+    for index, (name, value) in enumerate(bars):
+        y, length = 34 + index * row, width * value / longest
+        color = "#76b900" if name.startswith("inflight") else "#999999"
+        parts.append(f'<text x="8" y="{y + 15}">{name}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{row - 8}" fill="{color}"/>')
+        parts.append(f'<text x="{left + length + 6:.0f}" y="{y + 15}">{value:.1f} {unit}</text>')
+    path.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
 def print_json(result: dict[str, object]) -> None:
     """The result as the last line, for programs."""
     print(json.dumps(result))

@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=common.usable_cores())
     parser.add_argument("--baseline", choices=["none", "transformers"], default="none")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plot", type=common.Path, help="also write a bar chart (SVG) to this file")
     args = parser.parse_args()
     args.model = args.model or common.default_model()
 
@@ -125,6 +126,15 @@ def main() -> None:
         result["batch_ratio_to_transformers"] = round(batch[ours] / batch[theirs], 2)
         ratios = [single[ours] / single[theirs], batch[ours] / batch[theirs]]
         rows.append(["ratio", *(f"{ratio:.2f}" for ratio in ratios)])
+    if args.plot:
+        bars = [
+            (f"{e.name}, {name}", speeds[e.name])
+            for name, speeds in (("one stream", single), ("16 mixed", batch))
+            for e in engines
+        ]
+        common.write_bars(
+            args.plot, f"Output tokens per second, {args.dtype}, {args.threads} threads", bars, "tokens/s"
+        )
     common.print_table(["engine", "one stream, tokens/s", "16 mixed, tokens/s"], rows)
     common.print_json(result)
 
