@@ -22,11 +22,16 @@ from backend_engine.triton_io.response_builder import string_array
 _log = get_logger(__name__)
 
 INT32_MAX = 2**31 - 1
-_ENGINE_OUTPUTS = (
-    "output_ids", "sequence_length", "text_output", "error", "error_code", "cum_log_probs", "output_log_probs",
-    "finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens",
+_PASSED_ON = (
+    "cum_log_probs", "output_log_probs", "finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens",
 )  # fmt: skip
-_PASSED_ON = _ENGINE_OUTPUTS[5:]
+_ENGINE_OUTPUTS = ("text_output", "error", "error_code", "more", *_PASSED_ON)
+_TRUE = np.ones((1, 1), np.bool_)
+_ABOUT_ANOTHER: dict[str, Array] = {
+    "input_ids": np.zeros((1, 1), np.int32),
+    "input_lengths": np.zeros((1, 1), np.int32),
+    "request_output_len": np.zeros((1, 1), np.int32),
+}
 
 
 class ModelResponse(NamedTuple):
@@ -37,10 +42,16 @@ class ModelResponse(NamedTuple):
 
 
 class CallModel(Protocol):
-    """Calls a model of this server and yields its responses as they come."""
+    """Calls a model of this server and yields its responses as they come; all of them must be taken."""
 
     def __call__(
-        self, model: str, inputs: Mapping[str, Array], outputs: Sequence[str], request_id: str
+        self,
+        model: str,
+        inputs: Mapping[str, Array],
+        outputs: Sequence[str],
+        request_id: str,
+        *,
+        decoupled: bool = True,
     ) -> Iterator[ModelResponse]: ...
 
 
@@ -55,7 +66,7 @@ class BlsFlow:
         )
 
     def run(self, view: RequestView, inner_id: str, is_cancelled: Callable[[], bool]) -> Iterator[dict[str, Array]]:
-        """Yield the responses to a request, at least one.
+        """Yield the responses to a request: one unless it streams.
 
         ``inner_id``: request id of the engine's request, fresh. ``InvalidRequestError`` and ``ModelCallError`` end it.
         """
@@ -66,64 +77,63 @@ class BlsFlow:
         if is_cancelled():
             raise ModelCallError(CANCELLED, CANCELLED_TEXT)
         text = ""
-        is_answered = False
-        for outputs in self._responses(self._parameters.engine_model, engine_inputs, _ENGINE_OUTPUTS, inner_id):
-            if "text_output" not in outputs:
-                continue
+        for outputs in self._pieces(engine_inputs, inner_id):
             piece = outputs["text_output"].reshape(-1)
             if self._parameters.accumulate_tokens:
                 text += piece[0].decode("utf-8") if len(piece) else ""
                 piece = string_array(text).reshape(-1)
-            is_answered = True
             yield {"text_output": piece} | {name: outputs[name] for name in _PASSED_ON if name in outputs}
-        if not is_answered:
-            yield {"text_output": string_array("").reshape(-1)}
 
     def stop(self, inner_id: str) -> None:
         """End the engine's request ``inner_id``; harmless when it has ended."""
-        inputs: dict[str, Array] = {
-            "input_ids": np.zeros((1, 1), np.int32),
-            "input_lengths": np.zeros((1, 1), np.int32),
-            "request_output_len": np.zeros((1, 1), np.int32),
-            "stop": np.ones((1, 1), np.bool_),
-        }
+        inputs = _ABOUT_ANOTHER | {"stop": _TRUE}
         for response in self._call_model(self._parameters.engine_model, inputs, (), inner_id):
             if response.error is not None:
                 _log.warning("a stop request was refused: %s", response.error)
 
+    def _pieces(self, inputs: Mapping[str, Array], inner_id: str) -> Iterator[Mapping[str, Array]]:
+        """What the engine says, one call a piece: see ``ResponseStream`` for why not one call for all of them."""
+        inputs = {**inputs, "piecewise": _TRUE}
+        more = True
+        while more:
+            more = False
+            for outputs in _good(self._call_model(self._parameters.engine_model, inputs, _ENGINE_OUTPUTS, inner_id)):
+                more = bool(outputs["more"].any())
+                yield outputs
+            inputs = _ABOUT_ANOTHER | {"next_piece": _TRUE, "return_errors_in_band": _TRUE}
+
     def _preprocess(self, view: RequestView, inner_id: str) -> dict[str, Array]:
-        inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": np.ones((1, 1), np.bool_)}
+        inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": _TRUE}
         for text_name, name in tensor_table.PREPROCESSING_FROM_TEXT.items():
             values = view.inputs.get(text_name)
             if values is not None and values.size:
                 inputs[name] = values.reshape(1, -1)
         names = [*tensor_table.ENGINE_FROM_PREPROCESSING, "ERROR", "ERROR_CODE"]
         result: dict[str, Array] = {}
-        for outputs in self._responses(tensor_table.PREPROCESSING, inputs, names, inner_id):
+        for outputs in _good(self._call_model(tensor_table.PREPROCESSING, inputs, names, inner_id, decoupled=False)):
             for name, engine_name in tensor_table.ENGINE_FROM_PREPROCESSING.items():
                 if name in outputs and outputs[name].size:
                     result[engine_name] = outputs[name]
         return result
 
-    def _responses(
-        self, model: str, inputs: Mapping[str, Array], names: Sequence[str], request_id: str
-    ) -> Iterator[Mapping[str, Array]]:
-        """The good responses of a model; its error is raised once the model has nothing more to say."""
-        failure: ModelCallError | None = None
-        for response in self._call_model(model, inputs, names, request_id):
-            if failure is not None:
-                continue
-            if response.error is not None:
-                failure = ModelCallError(INTERNAL, response.error)
-                continue
-            errors = first_text(response.outputs, "error") or first_text(response.outputs, "ERROR")
-            if errors:
-                code = first_text(response.outputs, "error_code") or first_text(response.outputs, "ERROR_CODE")
-                failure = ModelCallError(code, errors)
-            else:
-                yield response.outputs
+
+def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
+    """The good responses of a model; its error is raised once the model has nothing more to say."""
+    failure: ModelCallError | None = None
+    for response in responses:
         if failure is not None:
-            raise failure
+            continue
+        if response.error is not None:
+            failure = ModelCallError(INTERNAL, response.error)
+            continue
+        message = first_text(response.outputs, "error") or first_text(response.outputs, "ERROR")
+        if message:
+            code = first_text(response.outputs, "error_code") or first_text(response.outputs, "ERROR_CODE")
+            failure = ModelCallError(code, message)
+        else:
+            yield response.outputs
+    if failure is not None:
+        raise failure
 
 
 def _check(view: RequestView) -> None:

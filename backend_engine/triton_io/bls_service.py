@@ -94,6 +94,7 @@ class BlsService:
             reply.close(code_of(error), str(error))
         except Exception:  # border: one request; log once, answer, go on
             _log.exception("a BLS request failed")
+            self._flow.stop(live.inner_id)
             reply.close(INTERNAL, INTERNAL_ERROR_TEXT)
         finally:
             reply.close(INTERNAL, INTERNAL_ERROR_TEXT)
@@ -106,10 +107,14 @@ class BlsService:
         for tensors in responses:
             if live.is_cancelled:
                 continue
-            if self._decoupled:
-                live.reply.send(tensors, final=False)
-            else:
+            if not self._decoupled:
                 single = tensors
+                continue
+            try:
+                live.reply.send(tensors, final=False)
+            except self._pb_utils.TritonModelException as error:
+                _log.error("a response could not be sent; its request ends: %s", error)
+                live.is_cancelled = True
         if live.is_cancelled:
             raise ModelCallError(CANCELLED, CANCELLED_TEXT)
         if self._decoupled:

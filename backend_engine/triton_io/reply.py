@@ -67,6 +67,7 @@ class Reply:
         except self._pb_utils.TritonModelException as error:
             _log.error("the final flag could not be sent: %s", error)
             self._is_closed = True
+            self._sender = None
 
     def is_cancelled(self) -> bool:
         """True when the client is gone; a call into Triton Server. A call that fails counts as gone."""
@@ -88,3 +89,5 @@ class Reply:
             else:
                 self._sender.send(response, flags=flags)
             self._is_closed = final
+            if final:
+                self._sender = None  # Triton Server's object must not outlive the model

@@ -61,6 +61,7 @@ class RequestOptions:
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     errors_in_band: bool = False
+    piecewise: bool = False
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
     cache_salt: str = ""
@@ -83,6 +84,13 @@ class StopRequest:
     client_id: str
 
 
+@dataclass(frozen=True)
+class NextPieceRequest:
+    """A request for what the piecewise request with this client id has to say next."""
+
+    client_id: str
+
+
 class RequestParser:
     """Parses the engine model's requests. ``vocab_size``: ids beyond it are taken as the last one, logged once.
 
@@ -97,13 +105,15 @@ class RequestParser:
         self._lock = threading.Lock()
         self._has_logged_clamp = False
 
-    def parse(self, view: RequestView) -> EngineRequest | StopRequest:
+    def parse(self, view: RequestView) -> EngineRequest | StopRequest | NextPieceRequest:
         """The request, or ``InvalidRequestError``."""
         reader = OptionReader(view, text_names=False)
         if reader.boolean("stop"):
             if not view.request_id:
                 raise InvalidRequestError("Trying to stop a request but request ID is not provided")
             return StopRequest(view.request_id)
+        if reader.boolean("next_piece"):
+            return NextPieceRequest(view.request_id)
         detokenize = reader.boolean("detokenize")
         if detokenize:
             # Preprocessing wrote this request: its client knows the text models' names, and its request
@@ -165,6 +175,7 @@ class RequestParser:
             return_num_input_tokens=reader.boolean("return_num_input_tokens"),
             return_num_output_tokens=reader.boolean("return_num_output_tokens"),
             errors_in_band=reader.boolean("return_errors_in_band"),
+            piecewise=reader.boolean("piecewise"),
             deadline_s=min(known) / 1000 if known else None,
             queue_timeout_s=None if queue_timeout_ms is None else queue_timeout_ms / 1000,
             cache_salt=reader.text("cache_salt", self._defaults.word_limits.max_word_bytes) or "",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from backend_engine.core.outputs import RequestOutput
-from backend_engine.errors import EngineError, ShutdownError
+from backend_engine.errors import EngineError, InvalidRequestError, ShutdownError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io.error_codes import UNAVAILABLE
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import EngineRequest, StopRequest
+from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, StopRequest
 from backend_engine.triton_io.response_builder import ResponseBuilder, TextSource
 from backend_engine.triton_io.response_stream import ResponseStream
 
@@ -55,6 +55,7 @@ class ResponseSenderThread:
     """
 
     JOIN_TIMEOUT_S = 10.0
+    ABANDONED_AFTER_S = 60.0
 
     def __init__(self, llm: Engine, settings: SenderSettings, update_metrics: Callable[[], None]) -> None:
         self._llm = llm
@@ -63,6 +64,7 @@ class ResponseSenderThread:
         self._ready: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._live: dict[int, ResponseStream] = {}
+        self._piecewise: dict[str, ResponseStream] = {}
         self._poll_order: deque[ResponseStream] = deque()
         self._is_draining = False
         self._has_reported_drain = False
@@ -82,6 +84,8 @@ class ResponseSenderThread:
             if self._is_draining:
                 refusal = ShutdownError(SHUTTING_DOWN)
             self._live[id(stream)] = stream
+            if options.piecewise:
+                self._piecewise[options.client_id] = stream
         self._poll_order.append(stream)
         if refusal is not None:
             stream.fail(refusal)
@@ -119,12 +123,22 @@ class ResponseSenderThread:
             _log.warning("a stop request names %r, which is not running", request.client_id[:64])
         return len(found)
 
+    def next_piece(self, request: NextPieceRequest, reply: Reply) -> None:
+        """Answer ``reply`` with what a piecewise request has to say next, once there is something."""
+        with self._lock:
+            stream = self._piecewise.get(request.client_id)
+        if stream is None:
+            raise InvalidRequestError("there is no piecewise request with this id")
+        stream.resume(reply)
+
     def close(self) -> None:
         """Send what is left, end what is unfinished, and stop the thread. Call after ``LLM.shutdown``."""
         self._ready.put(None)
         self._thread.join(self.JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             _log.error("the response sender did not end within %g s", self.JOIN_TIMEOUT_S)
+        self._poll_order.clear()
+        self._update_metrics = _no_metrics
 
     def _cancel(self, stream: ResponseStream) -> None:
         if stream.request_id is not None:
@@ -164,6 +178,8 @@ class ResponseSenderThread:
     def _forget(self, stream: ResponseStream) -> None:
         with self._lock:
             self._live.pop(id(stream), None)
+            if self._piecewise.get(stream.options.client_id) is stream:
+                del self._piecewise[stream.options.client_id]
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -191,6 +207,10 @@ class ResponseSenderThread:
             self._poll_order.append(stream)
             if stream.poll_cancelled():
                 self._cancel(stream)
+            if stream.is_abandoned(self.ABANDONED_AFTER_S):
+                self._cancel(stream)
+                stream.close(UNAVAILABLE, SHUTTING_DOWN)
+                self._forget(stream)
             num_polls += 1
             if num_polls >= self._settings.max_polls:
                 return

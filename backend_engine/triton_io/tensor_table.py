@@ -92,6 +92,10 @@ OPTIONS: tuple[Option, ...] = (
     _same("deadline_ms", INT32, "Longest time in all; 0 = the model's default.", as_parameter=True),
     _same("cache_salt", STRING, "Requests share cached prefixes only under equal salts.", as_parameter=True),
     Option("return_errors_in_band", "return_errors_in_band", None, BOOL, "Send errors in the tensor error."),
+    Option("piecewise", "piecewise", None, BOOL, "Answer with one piece; the next ones are asked for (the BLS does)."),
+    Option(
+        "next_piece", "next_piece", None, BOOL, "Ask for the next piece of the request that has the same request id."
+    ),
     Option("detokenize", "detokenize", None, BOOL, "Make the text in text_output (set by preprocessing)."),
 )
 
@@ -187,6 +191,7 @@ MODELS: dict[str, ModelTensors] = {
             TensorRow("text_output", STRING, (-1,), "The text of this response, when detokenize asks for it."),
             TensorRow("error", STRING, (1,), "An error of the engine, when return_errors_in_band asks for it."),
             TensorRow("error_code", STRING, (1,), "The class of that error."),
+            TensorRow("more", BOOL, (1,), "Whether further pieces follow, when answering piecewise."),
         ),
     ),
     POSTPROCESSING: ModelTensors(

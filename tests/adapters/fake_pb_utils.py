@@ -142,9 +142,12 @@ class InferenceRequest:
     def get_response_sender(self) -> ResponseSender:
         return self.sender
 
-    def exec(self, decoupled: bool = False) -> Iterator[InferenceResponse]:
-        assert decoupled, "a decoupled model must be called with decoupled=True"
-        return iter(ROUTES[self._model_name](self))
+    def exec(self, decoupled: bool = False) -> Any:
+        responses = ROUTES[self._model_name](self)
+        if decoupled:
+            return responses
+        (response,) = responses
+        return response
 
 
 ROUTES: dict[str, Callable[[InferenceRequest], Iterator[InferenceResponse]]] = {}

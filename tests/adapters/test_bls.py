@@ -12,6 +12,7 @@ from backend_engine.errors import InvalidRequestError
 from backend_engine.triton_io.bls_flow import BlsFlow, ModelResponse
 from backend_engine.triton_io.bls_service import BlsService
 from backend_engine.triton_io.error_codes import ModelCallError
+from backend_engine.triton_io.model_caller import ModelCaller
 from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_view import RequestView
 from tests.adapters import fake_pb_utils as pb_utils
@@ -31,8 +32,8 @@ def text(value: str) -> np.ndarray:
     return np.array([[value.encode()]], dtype=np.object_)
 
 
-def piece(value: str, **more: np.ndarray) -> ModelResponse:
-    return ModelResponse({"output_ids": np.zeros((1, 1, 1), np.int32), "text_output": text(value), **more})
+def piece(value: str, **others: np.ndarray) -> ModelResponse:
+    return ModelResponse({"text_output": text(value), **others})
 
 
 class Models:
@@ -42,10 +43,14 @@ class Models:
         self.answers = answers
         self.preprocessing = preprocessing or ModelResponse(PREPROCESSED)
         self.calls: list[tuple[str, Arrays, str]] = []
+        self.taken: dict[str, int] = {}
         self.stopped: list[str] = []
         self.during: Callable[[str, int], None] = lambda request_id, index: None
 
-    def __call__(self, model: str, inputs: Arrays, outputs: Sequence[str], request_id: str) -> Iterator[ModelResponse]:
+    def __call__(
+        self, model: str, inputs: Arrays, outputs: Sequence[str], request_id: str, *, decoupled: bool = True
+    ) -> Iterator[ModelResponse]:
+        assert decoupled == (model != "preprocessing")
         self.calls.append((model, inputs, request_id))
         if model == "preprocessing":
             yield self.preprocessing
@@ -53,9 +58,13 @@ class Models:
             self.stopped.append(request_id)
             yield ModelResponse({})
         else:
-            for index, answer in enumerate(self.answers):
-                self.during(request_id, index)
-                yield answer
+            assert ("next_piece" in inputs) == (request_id in self.taken), "the first piece, then the next ones"
+            index = self.taken.setdefault(request_id, 0)
+            self.taken[request_id] += 1
+            self.during(request_id, index)
+            answer = self.answers[index]
+            more = np.array([[index + 1 < len(self.answers)]])
+            yield answer if answer.error else ModelResponse({**answer.outputs, "more": more})
 
 
 def parameters(**values: Any) -> BlsParameters:
@@ -81,14 +90,18 @@ def texts(responses: list[dict[str, np.ndarray]]) -> list[str]:
     return [response["text_output"][0].decode() for response in responses]
 
 
-def test_one_request_is_two_calls() -> None:
+def test_one_request_is_a_call_of_preprocessing_and_one_of_the_engine_a_piece() -> None:
     models = Models(piece(" 1"), piece(" 2"), piece(""))
     request = view(
         top_k=np.array([[4]], np.int32), stream=np.array([[True]]), random_seed=np.array([[7]], np.uint64),
         stop_words=text("STOP"), bad_words=np.zeros((1, 0), dtype=np.object_), end_id=np.array([[3]], np.int32),
     )  # fmt: skip
     assert texts(run(models, request)) == [" 1", " 2", ""]
-    (pre_model, pre, _), (engine_model, engine, inner_id) = models.calls
+    (pre_model, pre, _), (engine_model, engine, inner_id), *others = models.calls
+    assert [sorted(values) for _, values, _ in others] == [
+        ["input_ids", "input_lengths", "next_piece", "request_output_len", "return_errors_in_band"]
+    ] * 2
+    assert {request_id for _, _, request_id in others} == {inner_id}
     assert (pre_model, engine_model, inner_id) == ("preprocessing", "tensorrt_llm", "inner")
     assert {name: values.tolist() for name, values in pre.items()} == {
         "RETURN_ERRORS_IN_BAND": [[True]], "QUERY": [[b"Count"]], "REQUEST_OUTPUT_LEN": [[5]],
@@ -97,7 +110,7 @@ def test_one_request_is_two_calls() -> None:
     assert {name: values.tolist() for name, values in engine.items()} == {
         "return_errors_in_band": [[True]], "runtime_top_k": [[4]], "streaming": [[True]], "random_seed": [[7]],
         "input_ids": [[3, 4]], "input_lengths": [[2]], "request_output_len": [[5]], "end_id": [[9]], "pad_id": [[8]],
-        "detokenize": [[True]], "stop_token_ids": [[9, 10]],
+        "detokenize": [[True]], "stop_token_ids": [[9, 10]], "piecewise": [[True]],
     }  # fmt: skip
 
 
@@ -124,10 +137,6 @@ def test_accumulated_text_and_what_else_was_asked_for() -> None:
     assert texts(run(Models(piece(" 1"), piece(" 2")))) == [" 1", " 2"]
 
 
-def test_an_engine_that_says_nothing_still_gives_one_answer() -> None:
-    assert texts(run(Models())) == [""]
-
-
 def in_band(code: str, *, upper: bool = False) -> ModelResponse:
     names = ("ERROR", "ERROR_CODE") if upper else ("error", "error_code")
     return ModelResponse(dict(zip(names, (text("no such thing"), text(code)), strict=True)))
@@ -148,8 +157,8 @@ def test_an_error_of_another_model_keeps_its_class(code: str, models: Callable[[
     assert caught.value.code == code
 
 
-def test_an_error_of_triton_itself_is_internal_and_is_told_once_all_was_taken() -> None:
-    models = Models(ModelResponse({}, "Model is not ready"), piece("never"))
+def test_an_error_of_triton_itself_is_internal() -> None:
+    models = Models(ModelResponse({}, "Model is not ready"))
     with pytest.raises(ModelCallError, match="not ready") as caught:
         run(models)
     assert caught.value.code == "INTERNAL"
@@ -284,6 +293,58 @@ def test_a_client_that_leaves_gets_its_engine_request_stopped_and_no_other() -> 
     assert set(models.stopped) == {victim[0]}
     assert gone.sender.responses[-1].error().code() == TritonError.CANCELLED
     assert len(other.sender.responses) == 2
+
+
+def test_a_response_that_cannot_be_sent_stops_the_engines_request() -> None:
+    models = Models(piece(" 1"), piece(" 2"))
+    models.during = lambda request_id, index: index == 1 and eventually(lambda: bool(models.stopped)) and None  # type: ignore[func-returns-value]
+    made = service(models)
+    one = request()
+    one.sender.fail_next = 1
+    made.submit(one)
+    assert eventually(lambda: one.sender.is_final)
+    made.close()
+    assert models.stopped and [flags for _, flags in one.sender.log] == [1]
+
+
+def test_finished_calls_are_let_go_later_and_by_python() -> None:
+    caller = ModelCaller(pb_utils)
+    caller.KEEP_S = 0.05  # type: ignore[misc]
+    gone: list[int] = []
+
+    class Responses(list[pb_utils.InferenceResponse]):
+        """What the Python backend's iterator is to its owner."""
+
+        def __del__(self) -> None:
+            gone.append(threading.get_ident())
+
+    pb_utils.ROUTES["engine"] = lambda inner: Responses(
+        [pb_utils.InferenceResponse([Tensor("text_output", text("x"))])]
+    )  # type: ignore[assignment,return-value]
+    try:
+        call: dict[str, Any] = {"model": "engine", "inputs": {}, "outputs": (), "request_id": ""}
+        assert [r.outputs["text_output"].tolist() for r in caller(**call)] == [[[b"x"]]]
+        assert not gone, "kept while the Python backend may still know it"
+        time.sleep(0.1)
+        list(caller(**call))
+        assert gone == [threading.get_ident()]
+        caller.close()
+        assert len(gone) == 2, "nothing outlives the model"
+    finally:
+        del pb_utils.ROUTES["engine"]
+
+
+def test_errors_of_a_call_are_answers() -> None:
+    def refuse(inner: InferenceRequest) -> Iterator[pb_utils.InferenceResponse]:
+        raise pb_utils.TritonModelException("model 'x' is not ready")
+
+    pb_utils.ROUTES["engine"] = refuse
+    try:
+        for decoupled in (True, False):
+            (answer,) = ModelCaller(pb_utils)("engine", {}, (), "", decoupled=decoupled)
+            assert answer.error == "model 'x' is not ready"
+    finally:
+        del pb_utils.ROUTES["engine"]
 
 
 def test_closing_ends_what_runs() -> None:

@@ -1,7 +1,9 @@
 """The way back: coalescing, exactly one final flag, errors with their class, cancellation, drain and shutdown."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from backend_engine.errors import (
     StepFailedError,
 )
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import EngineRequest, RequestOptions, StopRequest
+from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, RequestOptions, StopRequest
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from tests.adapters import fake_pb_utils as pb_utils
 from tests.adapters.fake_llm import FakeLLM
@@ -187,6 +189,73 @@ def test_tokens_that_are_unsent_when_an_error_comes_are_sent_before_it() -> None
     assert sender.responses[1].error().message() == "no" and finals(sender) == 1
 
 
+def test_a_piecewise_stream_gives_one_final_response_a_request(porch: Porch) -> None:
+    senders = [porch.submit(streaming=True, piecewise=True, client_id="a", detokenize=True)]
+
+    def ask() -> ResponseSender:
+        senders.append(ResponseSender())
+        porch.thread.next_piece(NextPieceRequest("a"), Reply(pb_utils, senders[-1]))
+        return senders[-1]
+
+    porch.llm.say(1, 5)
+    assert eventually(lambda: senders[0].is_final)
+    porch.llm.say(1, 6)
+    porch.llm.say(1, 7)
+    time.sleep(0.02)
+    assert eventually(lambda sender=ask(): sender.is_final), "what was unsent comes at once"
+    waiting = ask()
+    with pytest.raises(InvalidRequestError, match="being waited for"):
+        ask()
+    assert not waiting.log
+    porch.llm.end(1, token_ids=[8])
+    assert eventually(lambda: waiting.is_final)
+    answers = [sender.responses[0].arrays() for sender in senders if sender.log]
+    assert [answer["text_output"].tolist() for answer in answers] == [[[b" w5"]], [[b" w6 w7"]], [[b" w8"]]]
+    assert [bool(answer["more"].item()) for answer in answers] == [True, True, False]
+    assert all(len(sender.log) == 1 and finals(sender) == 1 for sender in senders if sender.log)
+    assert eventually(lambda: not porch.thread._piecewise)
+    with pytest.raises(InvalidRequestError, match="no piecewise request"):
+        ask()
+
+
+def test_a_piecewise_stream_keeps_an_error_for_the_next_request() -> None:
+    porch = Porch()
+    first = porch.submit(streaming=True, piecewise=True, client_id="a", errors_in_band=True)
+    porch.llm.say(1, 5)
+    porch.llm.end(1, FinishReason.ERROR, error=StepFailedError("no"))
+    porch.thread.start()
+    assert eventually(lambda: first.is_final)
+    assert first.responses[0].arrays()["more"].item()
+    second = ResponseSender()
+    porch.thread.next_piece(NextPieceRequest("a"), Reply(pb_utils, second))
+    assert eventually(lambda: second.is_final)
+    assert second.responses[0].arrays()["error"].tolist() == [[b"no"]]
+    porch.thread.close()
+
+
+def test_a_piecewise_stream_that_nobody_asks_for_is_given_up() -> None:
+    porch = Porch()
+    porch.thread.ABANDONED_AFTER_S = 0.05  # type: ignore[misc]
+    porch.thread.start()
+    sender = porch.submit(streaming=True, piecewise=True, client_id="a")
+    time.sleep(0.1)
+    assert not porch.llm.cancelled, "somebody waits"
+    porch.llm.say(1, 5)
+    assert eventually(lambda: sender.is_final)
+    assert eventually(lambda: porch.llm.cancelled == [1] and not porch.thread._piecewise)
+    porch.thread.close()
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_piece_that_cannot_be_sent_ends_its_request(porch: Porch, failures: int) -> None:
+    sender = porch.submit(streaming=True, piecewise=True, client_id="a")
+    sender.fail_next = failures
+    porch.llm.say(1, 5)
+    assert eventually(lambda: porch.llm.cancelled == [1])
+    assert finals(sender) == (1 if failures < 3 else 0)
+    assert eventually(lambda: not porch.thread._piecewise)
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_our_own_models_get_errors_in_band(porch: Porch, late: bool) -> None:
     sender = porch.submit(streaming=True, errors_in_band=True, return_finish_reason=True)
@@ -277,6 +346,22 @@ class ResponseSenderView(ResponseSender):
     def __init__(self, sender: ResponseSender) -> None:
         super().__init__()
         self.log = [(r, f) for r, f in sender.log if r is not None and not r.has_error()]
+
+
+def test_no_sender_outlives_the_model() -> None:
+    """Triton Server's objects crash its process when they are freed after it has shut its side down."""
+    porch = Porch()
+    porch.thread.start()
+    senders = [porch.submit(streaming=True) for _ in range(3)] + [porch.submit(streaming=True, piecewise=True)]
+    porch.llm.end(1)
+    porch.llm.say(4, 5)
+    assert eventually(lambda: senders[0].is_final and senders[3].is_final)
+    porch.llm.sinks.clear()
+    porch.thread.close()
+    left = [weakref.ref(sender) for sender in senders]
+    senders.clear()
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 4
 
 
 def test_the_drain_file_ends_everybody_and_says_so(tmp_path: Path) -> None:

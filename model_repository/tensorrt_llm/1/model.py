@@ -15,7 +15,7 @@ from backend_engine.triton_io import parameters
 from backend_engine.triton_io.error_codes import INTERNAL, INTERNAL_ERROR_TEXT, code_of
 from backend_engine.triton_io.metrics import EngineMetrics
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import RequestParser, StopRequest
+from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, RequestParser, StopRequest
 from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from backend_engine.triton_io.response_stream import refuse
@@ -67,15 +67,18 @@ class TritonPythonModel:
         view = RequestView.of(request)
         reply = Reply(pb_utils, request.get_response_sender(), view.requested_outputs)
         try:
-            parsed = self._parser.parse(view)
+            self._hand_over(self._parser.parse(view), reply)
         except EngineError as error:
             refuse(reply, view, code_of(error), str(error))
         except Exception:  # border: one request; log once, answer, go on
-            _log.exception("a request could not be parsed")
+            _log.exception("a request could not be taken")
             refuse(reply, view, INTERNAL, INTERNAL_ERROR_TEXT)
+
+    def _hand_over(self, parsed: EngineRequest | StopRequest | NextPieceRequest, reply: Reply) -> None:
+        if isinstance(parsed, StopRequest):
+            self._sender.stop(parsed)
+            reply.send({}, final=True)
+        elif isinstance(parsed, NextPieceRequest):
+            self._sender.next_piece(parsed, reply)
         else:
-            if isinstance(parsed, StopRequest):
-                self._sender.stop(parsed)
-                reply.send({}, final=True)
-            else:
-                self._sender.submit(parsed, reply)
+            self._sender.submit(parsed, reply)

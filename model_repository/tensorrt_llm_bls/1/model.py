@@ -1,36 +1,15 @@
 """The BLS model: text in, text out, by calls of preprocessing and of the engine. A thin adapter over ``BlsService``."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from backend_engine.errors import EngineError
 from backend_engine.triton_io import parameters
-from backend_engine.triton_io.bls_flow import BlsFlow, ModelResponse
+from backend_engine.triton_io.bls_flow import BlsFlow
 from backend_engine.triton_io.bls_service import BlsService
-from backend_engine.triton_io.request_view import Array
-
-
-def call_model(
-    model: str, inputs: Mapping[str, Array], outputs: Sequence[str], request_id: str
-) -> Iterator[ModelResponse]:
-    """Call a model of this server; blocks the thread until each next response is there. Never raises."""
-    request = pb_utils.InferenceRequest(
-        model_name=model,
-        request_id=request_id,
-        inputs=[pb_utils.Tensor(name, values) for name, values in inputs.items()],
-        requested_output_names=list(outputs),
-    )
-    try:
-        for response in request.exec(decoupled=True):
-            if response.has_error():
-                yield ModelResponse({}, response.error().message())
-            else:
-                yield ModelResponse({tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()})
-    except pb_utils.TritonModelException as error:
-        yield ModelResponse({}, str(error))
+from backend_engine.triton_io.model_caller import ModelCaller
 
 
 class TritonPythonModel:
@@ -44,7 +23,8 @@ class TritonPythonModel:
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
-        self._service = BlsService(BlsFlow(call_model, settings), pb_utils, settings, decoupled=decoupled)
+        self._caller = ModelCaller(pb_utils)
+        self._service = BlsService(BlsFlow(self._caller, settings), pb_utils, settings, decoupled=decoupled)
 
     def execute(self, requests: list[Any]) -> None:
         """Take the requests; they are answered from other threads."""
@@ -54,3 +34,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End what is running."""
         self._service.close()
+        self._caller.close()
