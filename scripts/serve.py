@@ -122,6 +122,7 @@ def print_ready(server: TritonServer, arguments: argparse.Namespace, run_dir: Pa
             "metrics_url": server.metrics_url,
             "admin_key": server.admin_key,
             "pid": server.pid,
+            "shm_prefix": server.shm_prefix,
             "log_path": str(server.log_path),
             "run_dir": str(run_dir),
         }

@@ -105,7 +105,7 @@ def _scheduler(args: EngineArgs, device: str, max_seq_len: int, reasons: list[st
         scheduler = dataclasses.replace(scheduler, max_batch_size=args.max_batch_size)
     if args.max_num_tokens is not None:
         scheduler = dataclasses.replace(scheduler, max_num_tokens=args.max_num_tokens)
-    elif args.scheduler_config is None:
+    elif scheduler.max_num_tokens == SchedulerConfig().max_num_tokens:
         budget = max(GPU_MAX_NUM_TOKENS if device == "cuda" else scheduler.max_num_tokens, scheduler.max_batch_size)
         scheduler = dataclasses.replace(scheduler, max_num_tokens=budget)
         reasons.append(f"max_num_tokens {budget}: a step on a {device} that keeps running streams responsive")
