@@ -4,6 +4,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,35 @@ def test_a_grpc_client_that_leaves_frees_its_request(
     tokens = slow_server.gauge("inflight_generated_tokens_total")
     time.sleep(0.5)
     assert slow_server.gauge("inflight_generated_tokens_total") == tokens
+    assert slow_server.text("ensemble", text_input="Count", max_tokens=3) == " 1 2 3"
+
+
+CLIENT = """
+import sys
+from tests.support.client import GrpcStream
+stream = GrpcStream(sys.argv[1])
+if sys.argv[2] == "tensorrt_llm":
+    fields = {"input_ids": [[int(sys.argv[3])]], "input_lengths": 1, "request_output_len": 4000, "streaming": True}
+else:
+    fields = {"text_input": "Long", "max_tokens": 4000, "stream": True}
+stream.send(sys.argv[2], **fields)
+stream.next()
+print("streaming", flush=True)
+stream.all()
+"""
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
+def test_a_client_process_that_is_killed_frees_its_request(
+    slow_server: Server, model: str, table_ids: dict[str, int]
+) -> None:
+    command = [sys.executable, "-c", CLIENT, slow_server.grpc, model, str(table_ids["Long"])]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert client.stdout is not None and client.stdout.readline() == "streaming\n"
+    assert eventually(lambda: is_busy(slow_server))
+    client.kill()
+    client.wait()
+    assert eventually(lambda: is_idle(slow_server))
     assert slow_server.text("ensemble", text_input="Count", max_tokens=3) == " 1 2 3"
 
 
