@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Device check: the CUDA rooms say what the CPU reference says. Needs a CUDA device; CI has none.
+
+Runs one tiny random model on both devices in float32, with greedy, sampled and penalized requests in one batch,
+chunked prompts and a cache that is too small, and compares token by token. Prints a table; exit code 1 on a difference.
+"""
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import bench_common as common
+
+
+def answers(model: Path, device: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Token ids of every request on one device."""
+    from backend_engine import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
+
+    kinds = [
+        {}, {"temperature": 0.8, "seed": 7}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 8},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    ]  # fmt: skip
+    params = [SamplingParams(max_tokens=32, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(len(prompts))]
+    scheduler = SchedulerConfig(max_batch_size=8, max_num_tokens=64, capacity_policy="max_utilization")
+    cache = KvCacheConfig(tokens_per_block=16, max_tokens=16 * 24)
+    with LLM(
+        str(model), device=device, dtype="float32", scheduler_config=scheduler, kv_cache_config=cache,
+        skip_tokenizer_init=True,
+    ) as llm:  # fmt: skip
+        return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def main() -> int:
+    import torch
+
+    from tests.support.table_model import build_random_model
+
+    if not torch.cuda.is_available():
+        print("error: torch sees no CUDA device; this check needs one", file=sys.stderr)
+        return 2
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(rng.choice([3, 17, 80]))] for _ in range(24)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_random_model(Path(folder) / "model")
+        on_cpu, on_cuda = (answers(model, device, prompts) for device in ("cpu", "cuda"))
+    equal = [a == b for a, b in zip(on_cpu, on_cuda, strict=True)]
+    common.print_table(["request", "equal"], [[str(i), str(same)] for i, same in enumerate(equal)])
+    common.print_json({"device": torch.cuda.get_device_name(), "requests": len(equal), "equal": sum(equal)})
+    return 0 if all(equal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
