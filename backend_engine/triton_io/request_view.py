@@ -129,9 +129,8 @@ def scalar(values: Array, name: str) -> Any:
 
 
 # What known clients and front ends send along; never taken for a misspelt field.
-KNOWN_PARAMETERS = frozenset(
-    {"Streaming", "accumulate_tokens", "request_type", "id", "timeout", "binary_data_output", "priority"}
-)
+KNOWN_PARAMETERS = frozenset({"Streaming", "accumulate_tokens", "id", "timeout", "binary_data_output"})
+_WHOLE_REQUEST = "context_and_generation"
 _KNOWN_PREFIX = "triton_"
 MAX_EDITS = 2
 
@@ -153,7 +152,17 @@ class ParameterGuard:
 
     def check(self, view: RequestView) -> None:
         """Raise ``InvalidRequestError`` for a parameter that must not be ignored."""
-        for name in view.parameters:
+        for name, value in view.parameters.items():
+            if name == "request_type":
+                if value != _WHOLE_REQUEST:
+                    raise InvalidRequestError(
+                        f"request_type {str(value)[:64]!r} is not supported yet (disaggregated serving); "
+                        f"it must be {_WHOLE_REQUEST!r} or left out"
+                    )
+                continue
+            if name == "priority":
+                self._log_once(name, "request parameter %r has no effect yet: requests are served as they come")
+                continue
             if name in tensor_table.SHARED_PARAMETERS or name in KNOWN_PARAMETERS or name.startswith(_KNOWN_PREFIX):
                 continue
             if name in self._names:
@@ -165,9 +174,12 @@ class ParameterGuard:
                 raise InvalidRequestError(
                     f"unknown parameter {name[:64]!r}; this model refuses parameters it does not know"
                 )
-            if name not in self._logged and len(self._logged) < self.MAX_LOGGED:
-                self._logged.add(name)
-                self._log.warning("unknown request parameter %r is ignored", name[:64])
+            self._log_once(name, "unknown request parameter %r is ignored")
+
+    def _log_once(self, name: str, message: str) -> None:
+        if name not in self._logged and len(self._logged) < self.MAX_LOGGED:
+            self._logged.add(name)
+            self._log.warning(message, name[:64])
 
 
 def edit_distance(first: str, second: str, limit: int = MAX_EDITS) -> int:

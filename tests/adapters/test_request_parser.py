@@ -189,6 +189,7 @@ def test_our_inputs_are_accepted_as_parameters_too() -> None:
         ({"min_p": "much"}, ["min_p", "number"]),
         ({"return_finish_reason": 1}, ["return_finish_reason", "true or false"]),
         ({"temprature": 1}, ["temprature", "did you mean 'temperature'"]),
+        ({"request_type": "context_only"}, ["request_type 'context_only'", "disaggregated", "context_and_generation"]),
         ({"runtime_topk": 1}, ["runtime_topk", "runtime_top_k"]),
         ({"temperature": 1}, ["temperature", "cannot be sent as a request parameter"]),
     ],
@@ -206,7 +207,7 @@ def test_an_input_and_a_parameter_must_agree() -> None:
 def test_unknown_parameters_are_ignored_unless_told_otherwise() -> None:
     known = {"Streaming": True, "triton_enable_empty_final_response": True, "accumulate_tokens": True, "id": "x"}
     parser(reject_unknown=True).parse(view(parameters=known))
-    parse(parameters={"my_own_tag": "x"})
+    parse(parameters={"my_own_tag": "x", "priority": 1, "request_type": "context_and_generation"})
     assert "my_own_tag" in refusal(view(parameters={"my_own_tag": "x"}), reject_unknown=True)
 
 
