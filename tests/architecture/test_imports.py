@@ -30,12 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     "models": NOUNS | {"ops", "attention", "quantization", "layers"},
     "checkpoint": NOUNS | {"models.weight_rules"},
     "decoder": NOUNS | {"ops"},
-    "distributed": NOUNS,
-    "model_engine": NOUNS | DEVICE | {"checkpoint", "kv_cache.kv_pool", "distributed"},
+    "model_engine": NOUNS | DEVICE | {"checkpoint", "kv_cache.kv_pool"},
     "executor": NOUNS,
     "executor.build": NOUNS
     | DEVICE
-    | {"scheduler", "kv_cache", "checkpoint", "decoder", "model_engine", "text", "distributed", "admission"},
+    | {"scheduler", "kv_cache", "checkpoint", "decoder", "model_engine", "text", "admission"},
     "admission": NOUNS | {"text"},
     "results": NOUNS | {"text"},
     "llm": NOUNS | {"text", "executor", "admission", "results"},
