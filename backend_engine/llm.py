@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from tqdm import tqdm
 
 from backend_engine import admission
@@ -64,7 +65,7 @@ class LLM:
         with a progress bar for many of them (``use_tqdm`` decides otherwise). The first failure is raised after
         the others were cancelled.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
         listed: list[Any] = [prompts] if single else list(prompts)
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(listed):

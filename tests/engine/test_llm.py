@@ -5,6 +5,7 @@ import math
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from backend_engine import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
@@ -38,6 +39,11 @@ def test_a_list_of_prompts_keeps_its_order_and_may_have_parameters_each(llm: LLM
     with pytest.raises(InvalidRequestError, match="2 sampling_params were given for 3 prompts"):
         llm.generate(["Count"] * 3, lengths[:2])
     assert llm.generate([], SamplingParams()) == []
+
+
+def test_token_ids_may_be_a_list_or_an_array(llm: LLM, table_ids: dict[str, int]) -> None:
+    for ids in ([table_ids["Count"]], np.array([table_ids["Count"]])):
+        assert llm.generate(ids, SamplingParams(max_tokens=16)).outputs[0].text == COUNT
 
 
 def test_streaming_is_cumulative_with_deltas(llm: LLM) -> None:
