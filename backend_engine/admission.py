@@ -61,7 +61,8 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: AdmissionLimits) -> li
         raise InvalidRequestError(
             f"token id {int(bad[0])} of the prompt is outside the vocabulary of {limits.vocab_size}"
         )
-    return [int(i) for i in ids]
+    tokens: list[int] = ids.tolist()
+    return tokens
 
 
 def resolve_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

@@ -26,17 +26,15 @@ class ServerNotFoundError(Exception):
 
 @dataclass(frozen=True)
 class ServerInstallation:
-    """A server that can be started: ``binary``, where its backends lie, and whether it is the embedded one."""
+    """A server that can be started: ``binary`` and where its backends lie.
+
+    The embedded one, inside the wheel, has a ``stub`` and needs ``library_dirs``.
+    """
 
     binary: Path
     backends: Path
     stub: Path | None
     library_dirs: tuple[Path, ...]
-
-    @property
-    def is_embedded(self) -> bool:
-        """True for the server inside the wheel, which needs the stub and library directories below."""
-        return self.stub is not None
 
 
 def find_server(explicit: Path | None = None, search_path: str | None = None) -> ServerInstallation:

@@ -117,7 +117,7 @@ class LlmRequest:
         """Derived: complete once there is a finish reason, context until the context is computed."""
         if self.finish_reason is not None:
             return RequestState.GENERATION_COMPLETE
-        if self.num_computed_tokens < self.num_context_tokens:
+        if self.in_context_phase:
             return RequestState.CONTEXT_INIT
         return RequestState.GENERATION_IN_PROGRESS
 

@@ -210,9 +210,9 @@ class PyExecutor:
         """The step is launched: its tokens count as computed, and its new ones as promised."""
         for request, start, num_tokens, needs_logits, _ in output.rows:
             assert start == request.num_computed_tokens, (start, request)
-            request.num_computed_tokens += num_tokens
+            request.advance(num_tokens)
             if needs_logits:
-                request.num_promised_tokens += 1
+                request.promise()
 
     def _apply(self, output: SchedulerOutput, decoded: DecoderOutput) -> list[LlmRequest]:
         """Give each request its token; return those that end with it."""

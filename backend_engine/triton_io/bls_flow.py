@@ -16,7 +16,14 @@ from backend_engine.triton_io import tensor_table
 from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, ModelCallError
 from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_parser import request_timeout_ms
-from backend_engine.triton_io.request_view import Array, OptionReader, ParameterGuard, RequestView, first_text, num_rows
+from backend_engine.triton_io.request_view import (
+    Array,
+    OptionReader,
+    ParameterGuard,
+    RequestView,
+    check_single_row,
+    first_text,
+)
 from backend_engine.triton_io.response_builder import string_array
 
 _log = get_logger(__name__)
@@ -140,11 +147,7 @@ def _check(view: RequestView) -> None:
     """Refuse what only the BLS can name well."""
     if "text_input" not in view.inputs:
         raise InvalidRequestError("text_input is required")
-    rows = num_rows(view, "text_input")
-    if rows > 1:
-        raise InvalidRequestError(
-            f"a batch of {rows} prompts in one request is not supported yet; send one prompt a request"
-        )
+    check_single_row(view, "text_input")
     max_tokens = view.inputs.get("max_tokens")
     if max_tokens is None or max_tokens.size != 1 or int(max_tokens.reshape(-1)[0]) < 1:
         got = "nothing" if max_tokens is None else max_tokens.reshape(-1)[:4].tolist()

@@ -21,7 +21,7 @@ from backend_engine.triton_io.request_view import (
     OptionReader,
     ParameterGuard,
     RequestView,
-    num_rows,
+    check_single_row,
     scalar,
 )
 from backend_engine.triton_io.word_lists import WordLimits, from_word_ids, read_words
@@ -129,11 +129,7 @@ class RequestParser:
     def _prompt(self, view: RequestView) -> list[int]:
         if "input_ids" not in view.inputs:
             raise InvalidRequestError("input_ids (or encoder_input_features) is not present in the request.")
-        rows = num_rows(view, "input_ids")
-        if rows > 1:
-            raise InvalidRequestError(
-                f"a batch of {rows} prompts in one request is not supported yet; send one prompt a request"
-            )
+        check_single_row(view, "input_ids")
         ids = view.inputs["input_ids"].reshape(-1)
         length = len(ids)
         if "input_lengths" in view.inputs:
@@ -148,7 +144,8 @@ class RequestParser:
         if int(ids.max()) >= self._vocab_size:
             self._log_clamp(int(ids.max()))
             ids = np.minimum(ids, self._vocab_size - 1)
-        return [int(token_id) for token_id in ids]
+        tokens: list[int] = ids.tolist()
+        return tokens
 
     def _log_clamp(self, token_id: int) -> None:
         with self._lock:

@@ -39,10 +39,14 @@ class RequestView:
         return cls(inputs, parameters, request.request_id(), int(request.timeout()), outputs)
 
 
-def num_rows(view: RequestView, name: str) -> int:
-    """Batch size of the request, read from input ``name``."""
+def check_single_row(view: RequestView, name: str) -> None:
+    """Refuse a request of several rows; their number is read from input ``name``."""
     values = view.inputs[name]
-    return int(values.shape[0]) if values.ndim > 0 else 1
+    rows = int(values.shape[0]) if values.ndim > 0 else 1
+    if rows > 1:
+        raise InvalidRequestError(
+            f"a batch of {rows} prompts in one request is not supported yet; send one prompt a request"
+        )
 
 
 def first_text(tensors: Mapping[str, Array], name: str) -> str:
