@@ -17,6 +17,7 @@ from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_view import RequestView
 from tests.adapters import fake_pb_utils as pb_utils
 from tests.adapters.fake_pb_utils import InferenceRequest, Tensor, TritonError
+from tests.support.waiting import eventually
 
 Arrays = Mapping[str, np.ndarray]
 PREPROCESSED = {
@@ -200,13 +201,6 @@ def request(stream: bool = True) -> InferenceRequest:
             Tensor("stream", np.array([[stream]])),
         ]
     )
-
-
-def eventually(check: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not check() and time.monotonic() < end:
-        time.sleep(0.002)
-    return check()
 
 
 def service(models: Models, decoupled: bool = True, **settings: Any) -> BlsService:

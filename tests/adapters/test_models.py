@@ -1,6 +1,6 @@
 """The four adapters together, on the real engine and the table model; only Triton Server is fake."""
 
-import time
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,12 @@ import pytest
 
 from tests.adapters import fake_pb_utils as pb_utils
 from tests.adapters.fake_pb_utils import InferenceRequest, InferenceResponse, ResponseSender, Tensor, TritonError
+from tests.support import waiting
 
 GREEDY = {"Count": " 1 2 3 4 5 end", "Emoji": "🦙 café ok", "Text": " gamma delta", "User": ""}
 
 
-def eventually(check: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not check() and time.monotonic() < end:
-        time.sleep(0.002)
-    return check()
+eventually = functools.partial(waiting.eventually, seconds=30.0)
 
 
 def request(parameters: dict[str, Any] | None = None, request_id: str = "", **fields: Any) -> InferenceRequest:

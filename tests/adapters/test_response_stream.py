@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,9 @@ from backend_engine.triton_io.response_sender import ResponseSenderThread, Sende
 from tests.adapters import fake_pb_utils as pb_utils
 from tests.adapters.fake_llm import FakeLLM
 from tests.adapters.fake_pb_utils import ResponseSender, TritonError
+from tests.support.waiting import eventually
 
 PROMPT = [1, 2]
-
-
-def eventually(check: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not check() and time.monotonic() < end:
-        time.sleep(0.002)
-    return check()
 
 
 class Porch:

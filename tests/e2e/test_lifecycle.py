@@ -1,5 +1,6 @@
 """Clients that leave, models that come and go, and the end of the server."""
 
+import functools
 import http.client
 import json
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client import GrpcStream, Server, eventually
+from tests.support import waiting
+from tests.support.client import GrpcStream, Server
 
 pytestmark = pytest.mark.triton
+eventually = functools.partial(waiting.eventually, seconds=20.0, pause_s=0.05)
 MODELS = ["ensemble", "tensorrt_llm_bls", "postprocessing", "tensorrt_llm", "preprocessing"]
 COUNT = " 1 2 3 4 5 end"
 

@@ -1,5 +1,6 @@
 """A KV cache that is too small, and reused blocks, through a real server with a model whose context matters."""
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import ProductServer, serving
-from tests.support.client import at_once, eventually, grpc_all
+from tests.support import waiting
+from tests.support.client import at_once, grpc_all
 
 pytestmark = pytest.mark.triton
+eventually = functools.partial(waiting.eventually, seconds=20.0, pause_s=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import http.client
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,16 +175,6 @@ def grpc_text(url: str, model: str, **fields: Any) -> str:
     responses = grpc_all(url, model, **{"exclude_input_in_output": True, **fields})
     assert not [r.error for r in responses if r.error], responses
     return "".join(r.text for r in responses)
-
-
-def eventually(check: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Wait until ``check`` holds; liveness with a wide margin."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if check():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
