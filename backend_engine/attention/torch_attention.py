@@ -1,7 +1,8 @@
 """``TorchAttention``: the reference backend, any device and dtype; accepts all that the interface can express.
 
 Rows with one new token are gathered from their blocks and computed in a few padded groups; rows with more
-are computed one by one. Used by layers through ``AttentionBackend``; never sees requests.
+are computed one by one. Long blocks, as a contiguous cache has, are read and zeroed in parts. Used by layers through
+``AttentionBackend``; never sees requests.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from backend_engine.ops.torch_ops import TorchOps
 
 # A further group costs about as much as this many padded tokens.
 _GROUP_COST_TOKENS = 1024
+# Longer blocks are read in parts of at most this many tokens: a text that fills a little of one is not padded to it.
+_MAX_PART_TOKENS = 64
 
 
 @dataclass
@@ -23,8 +26,8 @@ class _Piece:
     """Rows that are computed together: ``n`` rows of ``q_len`` new tokens, keys padded to ``kv_len``.
 
     ``tokens``: a slice of the step's tokens, or their indices ``[n]`` when q_len is 1. ``pool_rows``: index of
-    K blocks, then V blocks, in the pool seen as ``[num_blocks * 2, ...]``; ``None`` when k and v of this step
-    are all there is. ``masks``: additive masks by window, made when a layer first asks.
+    the parts of K, then those of V, in the pool seen as ``[num_parts, part_len, ...]``; ``None`` when k and v of this
+    step are all there is. ``masks``: additive masks by window, made when a layer first asks.
     """
 
     tokens: slice | Tensor
@@ -46,7 +49,8 @@ class TorchAttention(AttentionBackend):
         self._device = device
         self._pieces: list[_Piece] = []
         self._kv_rows: tuple[Tensor, Tensor] | None = None
-        self._fresh_blocks: Tensor | None = None
+        self._part_len = 1
+        self._fresh_parts: Tensor | None = None
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -58,7 +62,8 @@ class TorchAttention(AttentionBackend):
         q_lens, kv_lens = metadata.q_lens_host, metadata.kv_lens_host
         starts = np.cumsum(q_lens) - q_lens
         self._kv_rows = self._ops.kv_rows(metadata.slot_mapping, metadata.tokens_per_block)
-        self._fresh_blocks = self._find_fresh_blocks(metadata)
+        self._part_len = _part_len(metadata.tokens_per_block)
+        self._fresh_parts = self._find_fresh_parts(metadata)
         self._pieces = [self._long_piece(metadata, int(row), int(starts[row])) for row in np.flatnonzero(q_lens > 1)]
         single = np.flatnonzero(q_lens == 1)
         if len(single):
@@ -67,8 +72,8 @@ class TorchAttention(AttentionBackend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor) -> Tensor:
         assert self._kv_rows is not None, "forward before prepare"
-        if self._fresh_blocks is not None:
-            kv.index_fill_(0, self._fresh_blocks, 0)
+        if self._fresh_parts is not None:
+            self._parts(kv).index_fill_(0, self._fresh_parts, 0)
         self._ops.append_kv(k, v, kv, self._kv_rows)
         if len(self._pieces) == 1:
             return self._attend(self._pieces[0], q, k, v, spec, kv)
@@ -77,45 +82,52 @@ class TorchAttention(AttentionBackend):
             out[piece.tokens] = self._attend(piece, q[piece.tokens], k, v, spec, kv)
         return out
 
-    def _find_fresh_blocks(self, metadata: AttentionMetadata) -> Tensor | None:
-        """Blocks whose first slot, but not whose last, is written now. Their tail is zeroed: a masked weight is
+    def _find_fresh_parts(self, metadata: AttentionMetadata) -> Tensor | None:
+        """Parts whose first slot, but not whose last, is written now. Their tail is zeroed: a masked weight is
         zero, but zero times the NaN that an earlier owner may have left would still be NaN.
         """
-        size = metadata.tokens_per_block
+        size = self._part_len
         kv_lens = metadata.kv_lens_host
         last = (kv_lens - 1) // size
         is_fresh = (last * size >= kv_lens - metadata.q_lens_host) & (kv_lens % size != 0)
         rows = np.flatnonzero(is_fresh)
         if not len(rows):
             return None
-        return self._upload(metadata.block_tables_host[rows, last[rows]])
+        return self._pool_rows(metadata, rows, last[rows, None])
 
     def _upload(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
 
-    def _pool_rows(self, blocks: IntArray) -> Tensor:
-        return self._upload(np.stack((blocks, blocks + 1)).reshape(-1))
+    def _parts(self, kv: Tensor) -> Tensor:
+        """The pool of a layer as ``[num_parts, part_len, num_kv_heads, head_dim]``."""
+        return kv.view(-1, self._part_len, *kv.shape[3:])
+
+    def _pool_rows(self, metadata: AttentionMetadata, rows: IntArray, parts: IntArray) -> Tensor:
+        """Where parts ``[len(rows), n]`` of the rows' texts lie in the pool: all keys, then all values."""
+        per_block = metadata.tokens_per_block // self._part_len
+        blocks = metadata.block_tables_host[rows[:, None], parts // per_block].astype(np.int64)
+        keys = 2 * per_block * blocks + parts % per_block
+        return self._upload(np.stack((keys, keys + per_block)).reshape(-1))
 
     def _long_piece(self, metadata: AttentionMetadata, row: int, start: int) -> _Piece:
         q_len, kv_len = int(metadata.q_lens_host[row]), int(metadata.kv_lens_host[row])
         pool_rows = None
         if kv_len > q_len:
-            num_blocks = -(-kv_len // metadata.tokens_per_block)
-            pool_rows = self._pool_rows(2 * metadata.block_tables_host[row, :num_blocks].astype(np.int64))
+            parts = np.arange(-(-kv_len // self._part_len))
+            pool_rows = self._pool_rows(metadata, np.array([row]), parts[None])
         kv_lens = metadata.kv_lens_host[row : row + 1]
         return _Piece(slice(start, start + q_len), q_len, kv_len, kv_lens, pool_rows)
 
     def _short_piece(self, metadata: AttentionMetadata, rows: IntArray, tokens: IntArray, is_only: bool) -> _Piece:
         kv_lens = metadata.kv_lens_host[rows]
         kv_len = int(kv_lens.max())
-        num_blocks = -(-kv_lens // metadata.tokens_per_block)
-        tables = metadata.block_tables_host[rows, : int(num_blocks.max())].astype(np.int64)
-        # Padding points at a block of the row's own.
-        is_padding = np.arange(tables.shape[1]) >= num_blocks[:, None]
-        tables = np.where(is_padding, tables[:, :1], tables)
+        parts = np.arange(-(-kv_len // self._part_len))
+        # Padding points at a part of the row's own.
+        is_padding = parts * self._part_len >= kv_lens[:, None]
+        pool_rows = self._pool_rows(metadata, rows, np.where(is_padding, 0, parts))
         in_order = is_only and bool(np.all(np.diff(tokens) == 1))
         where = slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else self._upload(tokens)
-        return _Piece(where, 1, kv_len, kv_lens, self._pool_rows(2 * tables))
+        return _Piece(where, 1, kv_len, kv_lens, pool_rows)
 
     def _attend(self, piece: _Piece, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor) -> Tensor:
         """q ``[n * q_len, num_heads, head_dim]`` of this piece against its keys; same shape out."""
@@ -123,7 +135,7 @@ class TorchAttention(AttentionBackend):
         if piece.pool_rows is None:
             keys, values = k[piece.tokens].unsqueeze(0), v[piece.tokens].unsqueeze(0)
         else:
-            gathered = kv.view(-1, *kv.shape[2:]).index_select(0, piece.pool_rows)
+            gathered = self._parts(kv).index_select(0, piece.pool_rows)
             keys, values = gathered.view(2, num_rows, -1, heads, dim)[:, :, : piece.kv_len].unbind(0)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = self._mask(piece, spec.sliding_window, q.dtype)
@@ -159,6 +171,11 @@ class TorchAttention(AttentionBackend):
             mask = torch.zeros(is_seen.shape, dtype=dtype, device=self._device).masked_fill_(~is_seen, float("-inf"))
         piece.masks[window] = mask
         return mask
+
+
+def _part_len(tokens_per_block: int) -> int:
+    """The block, or the longest part of at most ``_MAX_PART_TOKENS`` that it can be cut into without a rest."""
+    return next(n for n in range(min(tokens_per_block, _MAX_PART_TOKENS), 0, -1) if tokens_per_block % n == 0)
 
 
 def _group_by_length(rows: IntArray, kv_lens: IntArray) -> list[IntArray]:

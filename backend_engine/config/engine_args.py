@@ -20,7 +20,8 @@ class EngineArgs:
     the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``. device: ``auto``, ``cpu``, ``cuda``.
     max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
     skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.
-    debug_*: test hooks (``executor/fault_injection.py``).
+    step_timeout_s: a step that takes longer counts as stuck, ``None`` = chosen. iter_stats_max_iterations: steps kept
+    for ``get_stats``. debug_*: test hooks (``executor/fault_injection.py``).
     """
 
     model: str
@@ -36,8 +37,11 @@ class EngineArgs:
     num_threads: int = 0
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
+    step_timeout_s: float | None = None
+    iter_stats_max_iterations: int = 1000
     debug_step_delay_ms: float = 0.0
     debug_fail_on_tokens: tuple[tuple[int, ...], ...] = ()
+    debug_hang_on_tokens: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, model: str, tokenizer: str | None, kwargs: dict[str, Any]) -> "EngineArgs":

@@ -9,13 +9,17 @@ class KvCacheConfig:
 
     tokens_per_block: tokens a block holds. max_tokens: size of the pool in tokens. free_gpu_memory_fraction:
     share of the memory left after the weights (GPU; on a CPU at most a quarter of the process's memory is taken).
-    enable_block_reuse: keep finished blocks and reuse them for prompts with the same beginning.
+    enable_block_reuse: keep finished blocks and reuse them for prompts with the same beginning. layout: ``paged``, or
+    ``contiguous`` (one run of ``max_seq_len`` tokens a request, no reuse). max_attention_window: most recent tokens a
+    layer sees, one value a layer, repeated over the layers; ``None`` = the model's own windows.
     """
 
     tokens_per_block: int = 32
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
+    layout: str = "paged"
+    max_attention_window: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,20 @@ class SchedulerConfig:
     """Scheduling limits and policies.
 
     max_batch_size: most requests in a step. max_num_tokens: most tokens in a step. max_queue_size: most requests
-    waiting, 0 = no limit. capacity_policy: who may hold memory, ``guaranteed_no_evict`` or ``max_utilization``.
-    waiting_queue_policy: ``fcfs`` or ``shortest_first``. enable_chunked_context: split prompts over steps, in
-    chunks that are multiples of ``chunk_unit_size`` but for the last.
+    waiting, 0 = no limit. capacity_policy: who may hold memory, ``guaranteed_no_evict``, ``max_utilization`` or
+    ``static_batch``. waiting_queue_policy: ``priority`` (equal ones first come, first served), ``fcfs`` or
+    ``shortest_first``. enable_chunked_context: split prompts over steps, in chunks that are multiples of
+    ``chunk_unit_size`` but for the last. context_chunking_policy: ``first_come_first_served`` or ``equal_progress``.
     """
 
     max_batch_size: int = 32
     max_num_tokens: int = 512
     max_queue_size: int = 0
     capacity_policy: str = "guaranteed_no_evict"
-    waiting_queue_policy: str = "fcfs"
+    waiting_queue_policy: str = "priority"
     enable_chunked_context: bool = True
     chunk_unit_size: int = 1
+    context_chunking_policy: str = "first_come_first_served"
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ class EngineConfig:
 
     model_dir: Hugging Face folder. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
     max_seq_len: most tokens of a request, prompt and output together. num_threads: torch's CPU threads, 0 = torch's
-    own choice. debug_*: test hooks, see ``executor/fault_injection.py``.
+    own choice. step_timeout_s: seconds after which a step that has not returned counts as stuck, ``None`` = chosen from
+    the model's size. iter_stats_max_iterations: steps whose statistics are kept. debug_*: test hooks, see
+    ``executor/fault_injection.py``.
     """
 
     model_dir: str
@@ -54,5 +62,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention_backend: str = "torch"
     num_threads: int = 0
+    step_timeout_s: float | None = None
+    iter_stats_max_iterations: int = 1000
     debug_step_delay_ms: float = 0.0
     debug_fail_on_tokens: tuple[tuple[int, ...], ...] = ()
+    debug_hang_on_tokens: tuple[tuple[int, ...], ...] = ()

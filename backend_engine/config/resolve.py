@@ -4,14 +4,18 @@ Pure: reads no file, asks no device. Every automatic choice comes back with its 
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig, KvCacheConfig, SchedulerConfig
 from backend_engine.errors import ConfigError
+from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, WAITING_QUEUES
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KV_LAYOUTS = ("paged", "contiguous")
 GPU_MAX_NUM_TOKENS = 8192
 
 
@@ -38,14 +42,20 @@ def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo
     dtype = _choose(args.dtype, "dtype", DTYPES) or _dtype(device, hf_config, reasons)
     max_seq_len = _max_seq_len(args.max_seq_len, hf_config, reasons)
     scheduler = _scheduler(args, device, max_seq_len, reasons)
-    kv_cache = args.kv_cache_config or KvCacheConfig()
-    _check_kv_cache(kv_cache)
+    kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), max_seq_len, reasons)
     num_threads = args.num_threads
     if num_threads < 0:
         raise ConfigError(f"num_threads {num_threads} is out of range; it must be 0 (one per usable core) or more")
+    if args.iter_stats_max_iterations < 0:
+        raise ConfigError(
+            f"iter_stats_max_iterations {args.iter_stats_max_iterations} is out of range; it must be 0 (keep none) or "
+            "more"
+        )
     if num_threads == 0:
         num_threads = device_info.num_cpus
         reasons.append(f"num_threads {num_threads}: the CPU cores this process may use")
+    if args.step_timeout_s is not None and not 0 < args.step_timeout_s < math.inf:
+        raise ConfigError(f"step_timeout_s {args.step_timeout_s} is out of range; it must be more than 0, or None")
     config = EngineConfig(
         model_dir=args.model,
         dtype=dtype,
@@ -55,8 +65,11 @@ def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo
         scheduler=scheduler,
         attention_backend=args.attention_backend,
         num_threads=num_threads,
+        step_timeout_s=args.step_timeout_s,
+        iter_stats_max_iterations=args.iter_stats_max_iterations,
         debug_step_delay_ms=args.debug_step_delay_ms,
         debug_fail_on_tokens=args.debug_fail_on_tokens,
+        debug_hang_on_tokens=args.debug_hang_on_tokens,
     )
     return Resolved(config, reasons)
 
@@ -109,6 +122,7 @@ def _scheduler(args: EngineArgs, device: str, max_seq_len: int, reasons: list[st
         budget = max(GPU_MAX_NUM_TOKENS if device == "cuda" else scheduler.max_num_tokens, scheduler.max_batch_size)
         scheduler = dataclasses.replace(scheduler, max_num_tokens=budget)
         reasons.append(f"max_num_tokens {budget}: a step on a {device} that keeps running streams responsive")
+    _check_names(scheduler)
     for name, low in (("max_batch_size", 1), ("max_num_tokens", 1), ("chunk_unit_size", 1), ("max_queue_size", 0)):
         value = getattr(scheduler, name)
         if value < low:
@@ -126,10 +140,25 @@ def _scheduler(args: EngineArgs, device: str, max_seq_len: int, reasons: list[st
     return scheduler
 
 
-def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
-    if kv_cache.tokens_per_block < 1:
+def _check_names(scheduler: SchedulerConfig) -> None:
+    """Policies must be ones that the registries know, plugins included."""
+    _check_name("capacity_policy", scheduler.capacity_policy, CAPACITY_POLICIES.names())
+    _check_name("waiting_queue_policy", scheduler.waiting_queue_policy, WAITING_QUEUES.names())
+    _check_name("context_chunking_policy", scheduler.context_chunking_policy, CONTEXT_CHUNKING_POLICIES.names())
+
+
+def _check_name(field: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{field} {value!r} is not allowed; use {', '.join(allowed)}")
+
+
+def _kv_cache(kv_cache: KvCacheConfig, max_seq_len: int, reasons: list[str]) -> KvCacheConfig:
+    _check_name("layout", kv_cache.layout, KV_LAYOUTS)
+    if kv_cache.layout == "contiguous":
+        kv_cache = _contiguous(kv_cache, max_seq_len, reasons)
+    elif kv_cache.tokens_per_block < 1:
         raise ConfigError(f"tokens_per_block {kv_cache.tokens_per_block} is out of range; it must be 1 or more")
-    if kv_cache.max_tokens is not None and kv_cache.max_tokens < kv_cache.tokens_per_block:
+    elif kv_cache.max_tokens is not None and kv_cache.max_tokens < kv_cache.tokens_per_block:
         raise ConfigError(
             f"max_tokens {kv_cache.max_tokens} of the KV cache is less than one block of "
             f"tokens_per_block {kv_cache.tokens_per_block} tokens"
@@ -138,3 +167,26 @@ def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
         raise ConfigError(
             f"free_gpu_memory_fraction {kv_cache.free_gpu_memory_fraction} is out of range; it must be in (0, 1]"
         )
+    windows = kv_cache.max_attention_window
+    if windows is None:
+        return kv_cache
+    for window in windows:
+        if window < 1:
+            raise ConfigError(f"max_attention_window {window} is out of range; it must be 1 or more")
+    if min(windows, default=max_seq_len) >= max_seq_len:
+        reasons.append(f"max_attention_window none: {list(windows)} holds nothing below max_seq_len {max_seq_len}")
+        return dataclasses.replace(kv_cache, max_attention_window=None)
+    return kv_cache
+
+
+def _contiguous(kv_cache: KvCacheConfig, max_seq_len: int, reasons: list[str]) -> KvCacheConfig:
+    """A contiguous run is one block that holds the longest request, which is never full and so never reused."""
+    if kv_cache.max_tokens is not None and kv_cache.max_tokens < max_seq_len:
+        raise ConfigError(
+            f"max_tokens {kv_cache.max_tokens} of the KV cache is less than max_seq_len {max_seq_len}, which is one "
+            "request's run in a contiguous layout"
+        )
+    reasons.append(f"tokens_per_block {max_seq_len}: max_seq_len, since the KV cache's layout is contiguous")
+    if kv_cache.enable_block_reuse:
+        reasons.append("enable_block_reuse False: the KV cache's layout is contiguous, requests share no blocks")
+    return dataclasses.replace(kv_cache, tokens_per_block=max_seq_len, enable_block_reuse=False)

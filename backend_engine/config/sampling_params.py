@@ -37,6 +37,9 @@ class SamplingParams:
     bad: words that must not appear (each also in its spelling with a leading blank). bad_token_ids: id sequences.
     embedding_bias: float32 ``[vocab_size]`` added to the logits.
     n: number of independent sequences. logprobs: ``None`` = none, 0 = of the chosen token, k = of the k best too.
+    return_context_logits: give back the logits ``[prompt, vocab_size]`` of the prompt's tokens; a cached beginning is
+    then computed again. return_generation_logits: those ``[new, vocab_size]`` that each new token was chosen from.
+    return_perf_metrics: give back times and KV cache blocks.
     """
 
     max_tokens: int = 32
@@ -61,6 +64,9 @@ class SamplingParams:
     embedding_bias: np.ndarray | None = field(default=None, repr=False)
     n: int = 1
     logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    return_perf_metrics: bool = False
     detokenize: bool = True
     add_special_tokens: bool = True
     skip_special_tokens: bool = True

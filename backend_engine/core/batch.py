@@ -24,6 +24,17 @@ class ScheduledRequest(NamedTuple):
     needs_logits: bool
     num_reused_tokens: int = 0
 
+    def context_logits_range(self) -> tuple[int, int]:
+        """Positions ``[first, end)`` of prompt tokens whose logits this row owes its request; empty if it wants none.
+
+        What was given before a pause is not given again.
+        """
+        request = self.request
+        if not request.sampling_params.return_context_logits:
+            return 0, 0
+        end = min(self.start + self.num_tokens, len(request.prompt_token_ids))
+        return max(self.start, request.num_context_logits), end
+
 
 @dataclass(frozen=True)
 class SchedulerOutput:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from backend_engine.errors import EngineError
 
 
+MAX_PRIORITY = 100
+DEFAULT_PRIORITY = 50
+"""What 0 and an absent priority mean."""
+
+
 class RequestState(enum.Enum):
     """Where a request stands. Pausing leads from generation back to context."""
 
@@ -63,14 +68,15 @@ class LlmRequest:
 
     Fixed: ``request_id`` (unique, increasing), ``client_id`` (the client's free string), ``prompt_token_ids``,
     ``sampling_params``, ``stop``, ``limits``, ``arrival_time`` (monotonic seconds), ``seed`` (of this
-    sequence), ``cache_salt``, ``sink`` (called by the executor thread, must not block), ``stop_matcher``.
+    sequence), ``cache_salt``, ``priority`` (1 = most urgent .. ``MAX_PRIORITY``), ``sink`` (called by the executor
+    thread, must not block), ``stop_matcher``.
     """
 
     __slots__ = (
         "arrival_time", "cache_salt", "client_id", "error", "finish_reason", "first_scheduled_time",
-        "first_token_time", "limits", "num_cached_tokens", "num_computed_tokens", "num_context_tokens",
-        "num_promised_tokens", "num_tokens", "output_token_ids", "prompt_token_ids", "request_id",
-        "sampling_params", "seed", "sink", "stop", "stop_matcher", "stop_reason",
+        "first_token_time", "last_token_time", "limits", "num_cached_tokens", "num_computed_tokens",
+        "num_context_logits", "num_context_tokens", "num_promised_tokens", "num_tokens", "output_token_ids", "priority",
+        "prompt_token_ids", "request_id", "sampling_params", "seed", "sink", "stop", "stop_matcher", "stop_reason",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913 - the fixed fields of the noun everybody shares
@@ -85,6 +91,7 @@ class LlmRequest:
         client_id: str = "",
         seed: int = 0,
         cache_salt: str = "",
+        priority: int = DEFAULT_PRIORITY,
         limits: RequestLimits = RequestLimits(),
         stop_matcher: "StopMatcher | None" = None,
     ) -> None:
@@ -97,6 +104,7 @@ class LlmRequest:
         self.arrival_time = arrival_time
         self.seed = seed
         self.cache_salt = cache_salt
+        self.priority = priority
         self.limits = limits
         self.stop_matcher = stop_matcher
 
@@ -106,8 +114,10 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.num_promised_tokens = 0
         self.num_cached_tokens = 0
+        self.num_context_logits = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: EngineError | None = None
@@ -164,6 +174,8 @@ class LlmRequest:
         """Count ``num_tokens`` more as computed; called as soon as the step that computes them is launched."""
         assert 0 < num_tokens <= self.num_pending_tokens, (num_tokens, self)
         self.num_computed_tokens += num_tokens
+        if self.num_context_logits < len(self.prompt_token_ids):
+            self.num_context_logits = min(self.num_computed_tokens, len(self.prompt_token_ids))
 
     def promise(self, num_tokens: int = 1) -> None:
         """A launched step will yield ``num_tokens`` new tokens."""

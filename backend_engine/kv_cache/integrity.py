@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
+from backend_engine.core.outputs import KvUsage
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache import prefix_index
 from backend_engine.kv_cache.block_pool import BlockPool
@@ -24,6 +25,7 @@ class CacheState:
     table: BlockTable
     holdings: dict[int, RequestBlocks]
     chains: dict[int, HashChain]
+    usages: dict[int, KvUsage]
 
 
 def check_cache(state: CacheState, requests: list[LlmRequest]) -> None:
@@ -85,7 +87,7 @@ def _check_index(state: CacheState) -> None:
 def _check_requests(state: CacheState, requests: list[LlmRequest]) -> None:
     """A request holds what it computed, a finished or unknown one nothing; marks belong to those who run."""
     alive = {request.request_id for request in requests if not request.is_finished}
-    for owned in (state.holdings, state.chains):
+    for owned in (state.holdings, state.chains, state.usages):
         strangers = set(owned) - alive
         assert not strangers, f"requests {sorted(strangers)} own something but have ended or are unknown"
     for request in requests:
@@ -93,6 +95,8 @@ def _check_requests(state: CacheState, requests: list[LlmRequest]) -> None:
         if holding is None:
             continue
         num_blocks = len(holding.blocks)
+        usage = state.usages[request.request_id]
+        assert num_blocks <= sum(usage), f"{request} holds {num_blocks} blocks and took {usage} in all"
         num_computed = -(-request.num_computed_tokens // state.tokens_per_block)
         assert num_blocks >= num_computed, f"{request} holds {num_blocks} blocks and computed {num_computed}"
         assert holding.num_settled <= num_blocks, f"{request}: {holding.num_settled} blocks settled of {num_blocks}"

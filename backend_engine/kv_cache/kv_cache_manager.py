@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from backend_engine.core.batch import ScheduledRequest, SchedulerOutput
+from backend_engine.core.outputs import KvUsage
 from backend_engine.core.protocols import PrefixMatch
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.block import KVCacheBlock
@@ -16,6 +17,8 @@ from backend_engine.kv_cache.block_pool import BlockPool
 from backend_engine.kv_cache.integrity import CacheState, check_cache
 from backend_engine.kv_cache.prefix_index import BlockHash, HashChain, Place, PrefixIndex
 from backend_engine.kv_cache.request_blocks import BlockTable, RequestBlocks
+
+_NO_USAGE = KvUsage(0, 0)
 
 
 class KVCacheManager:
@@ -44,6 +47,7 @@ class KVCacheManager:
         self._table = BlockTable(max_batch_size, max_blocks_per_request)
         self._holdings: dict[int, RequestBlocks] = {}
         self._chains: dict[int, HashChain] = {}
+        self._usages: dict[int, KvUsage] = {}
 
     # Questions (KvCapacity and gauges); asking changes nothing that anybody can see.
 
@@ -62,11 +66,6 @@ class KVCacheManager:
         """Free blocks that are kept for reuse."""
         return self._pool.num_cached
 
-    @property
-    def max_tokens_per_request(self) -> int:
-        """Most tokens one request can store when it has the cache to itself (compare ``LlmRequest.max_num_tokens``)."""
-        return min(self.num_total_blocks, self.max_blocks_per_request) * self.tokens_per_block
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.tokens_per_block)
@@ -82,8 +81,11 @@ class KVCacheManager:
         return 0 if holding is None else sum(block.ref_count == 1 for block in holding.blocks)
 
     def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
-        """Look the beginning of a waiting request up; at least its last token is left to compute."""
-        if not self._enable_block_reuse:
+        """Look the beginning of a waiting request up; at least its last token is left to compute.
+
+        Nothing matches for a request that gives back its prompt's logits: every token has to be computed for them.
+        """
+        if not self._enable_block_reuse or request.sampling_params.return_context_logits:
             return PrefixMatch(0, 0, False)
         max_blocks = (request.num_tokens - 1) // self.tokens_per_block
         keys = self._chain(request).extend(request, max_blocks)
@@ -99,6 +101,12 @@ class KVCacheManager:
             num_held += entry.block.ref_count > 0
             place = entry.content_id
         return PrefixMatch(max_blocks * self.tokens_per_block, num_held, False)
+
+    def usage(self, request_id: int) -> KvUsage:
+        """Blocks a request took over its life so far, those given up in pauses included; none for one the cache does
+        not know. Known until ``free_resources``.
+        """
+        return self._usages.get(request_id, _NO_USAGE)
 
     def block_ids(self, request_id: int) -> list[int]:
         """Ids of the blocks a request holds, in the order of its text; empty for one the cache does not know."""
@@ -133,6 +141,7 @@ class KVCacheManager:
                     f"{request} needs {num_new} more blocks, {self._pool.num_free} of {self.num_total_blocks} free"
                 )
                 self._table.append(holding, [self._pool.allocate() for _ in range(num_new)])
+                self._note_usage(request.request_id, num_new, 0)
 
     def update_resources(self, output: SchedulerOutput) -> None:
         """Index the blocks that this step filled, once its tokens are appended; requests that ended are passed over."""
@@ -153,6 +162,7 @@ class KVCacheManager:
         """Let go of all a request has, if anything. Its indexed blocks stay reusable until they are evicted."""
         self._release(request.request_id)
         self._chains.pop(request.request_id, None)
+        self._usages.pop(request.request_id, None)
 
     def check_integrity(self, requests: Iterable[LlmRequest]) -> None:
         """Recompute everything from scratch; ``AssertionError`` with numbers on the first contradiction.
@@ -160,7 +170,15 @@ class KVCacheManager:
         ``requests``: all that wait or run, and any that have ended.
         """
         check_cache(
-            CacheState(self.tokens_per_block, self._pool, self._index, self._table, self._holdings, self._chains),
+            CacheState(
+                self.tokens_per_block,
+                self._pool,
+                self._index,
+                self._table,
+                self._holdings,
+                self._chains,
+                self._usages,
+            ),
             list(requests),
         )
 
@@ -204,6 +222,13 @@ class KVCacheManager:
         for key in keys[num_reused:num_full]:
             self._index.mark_pending(key.block_hash, request.request_id)
         self.num_reused_blocks_total += num_reused
+        self._note_usage(request.request_id, 0, num_reused)
+
+    def _note_usage(self, request_id: int, num_allocated: int, num_reused: int) -> None:
+        before = self._usages.get(request_id, _NO_USAGE)
+        self._usages[request_id] = KvUsage(
+            before.num_allocated_blocks + num_allocated, before.num_reused_blocks + num_reused
+        )
 
     def _settle(self, request: LlmRequest, holding: RequestBlocks, num_full: int) -> None:
         """Index the blocks up to ``num_full``, which are computed now; they are pending no more."""

@@ -25,27 +25,29 @@ def num_blocks_needed(max_batch_size: int, max_seq_len: int, tokens_per_block: i
     return max_batch_size * -(-max_seq_len // tokens_per_block)
 
 
-def num_blocks(config: KvCacheConfig, block_bytes: int, budget_bytes: int, num_needed: int | None = None) -> int:
+def num_blocks(config: KvCacheConfig, block_bytes: int, budget_bytes: int, num_needed: int) -> int:
     """Blocks in the pool: as many as the budget holds, but no more than ``config.max_tokens`` tokens.
 
-    Without ``max_tokens`` no more than ``num_needed`` blocks, if given. ``ConfigError`` if not even one block fits.
+    Without ``max_tokens`` no more than ``num_needed`` blocks; contiguous ones, which only those who run can use, never
+    more than that. ``ConfigError`` if not even one block fits.
     """
-    tokens_per_block, max_tokens = config.tokens_per_block, config.max_tokens
-    if tokens_per_block < 1:
-        raise ConfigError(f"tokens_per_block {tokens_per_block} is out of range; it must be 1 or more")
-    if max_tokens is not None and max_tokens < tokens_per_block:
-        raise ConfigError(
-            f"the KV cache's max_tokens {max_tokens} is too small; it must be at least tokens_per_block "
-            f"({tokens_per_block})"
-        )
+    is_contiguous = config.layout == "contiguous"
     if budget_bytes < block_bytes:
+        size = config.tokens_per_block
+        if is_contiguous:
+            what, knob = f"one contiguous run of max_seq_len {size} tokens", "max_seq_len"
+        else:
+            what, knob = f"one block of tokens_per_block {size}", "tokens_per_block"
         raise ConfigError(
-            f"the KV cache has no room: one block of tokens_per_block {tokens_per_block} takes {block_bytes} bytes and "
-            f"{max(budget_bytes, 0)} bytes are allowed; give it more memory or lower tokens_per_block"
+            f"the KV cache has no room: {what} takes {block_bytes} bytes and {max(budget_bytes, 0)} bytes are allowed; "
+            f"give it more memory or lower {knob}"
         )
-    limit = num_needed if max_tokens is None else max_tokens // tokens_per_block
-    num_affordable = budget_bytes // block_bytes
-    return num_affordable if limit is None else min(limit, num_affordable)
+    limits = [budget_bytes // block_bytes]
+    if config.max_tokens is not None:
+        limits.append(config.max_tokens // config.tokens_per_block)
+    if config.max_tokens is None or is_contiguous:
+        limits.append(num_needed)
+    return min(limits)
 
 
 def num_cpu_blocks(

@@ -1,6 +1,7 @@
 """The declarative vocabulary of models: a family says what a model is, ``CausalLM`` builds it.
 
-Frozen data without behaviour. Variants are objects, never model names; a field that nothing reads does not exist.
+Frozen data, and what follows from it. Variants are objects, never model names; a field that nothing reads does not
+exist.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class RopeDecl:
 @dataclass(frozen=True)
 class ArchSpec:
     """A decoder-only transformer. ``block`` names the order of operations in ``models/blocks.py``;
-    ``max_positions`` is the longest text the model was made for.
+    ``max_positions`` is the longest text the model was made for. ``max_windows``: upper bounds of the layers' sliding
+    windows that the user set, repeated over the layers.
     """
 
     vocab_size: int
@@ -64,3 +66,11 @@ class ArchSpec:
     positions: RopeDecl
     block: str = "pre_norm"
     tie_embeddings: bool = False
+    max_windows: tuple[int, ...] = ()
+
+    def sliding_window(self, layer_idx: int) -> int | None:
+        """Most recent tokens that a layer sees: the smaller of its own window and the user's; ``None`` = all."""
+        windows = [self.attention.sliding_window]
+        if self.max_windows:
+            windows.append(self.max_windows[layer_idx % len(self.max_windows)])
+        return min((window for window in windows if window is not None), default=None)

@@ -30,7 +30,7 @@ def attention_specs(spec: ArchSpec) -> tuple[AttentionSpec, ...]:
             num_kv_heads=decl.num_kv_heads,
             head_dim=decl.head_dim,
             scale=decl.scale,
-            sliding_window=decl.sliding_window,
+            sliding_window=spec.sliding_window(i),
             logit_softcap=decl.logit_softcap,
         )
         for i in range(spec.num_layers)

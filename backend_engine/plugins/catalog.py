@@ -18,12 +18,21 @@ CAPACITY_POLICIES: Registry[Any] = Registry(
     {
         "guaranteed_no_evict": "backend_engine.scheduler.capacity_scheduler:GuaranteedNoEvict",
         "max_utilization": "backend_engine.scheduler.capacity_scheduler:MaxUtilization",
+        "static_batch": "backend_engine.scheduler.capacity_scheduler:StaticBatch",
+    },
+)
+CONTEXT_CHUNKING_POLICIES: Registry[Any] = Registry(
+    "context chunking policy",
+    {
+        "equal_progress": "backend_engine.scheduler.context_chunking:EqualProgress",
+        "first_come_first_served": "backend_engine.scheduler.context_chunking:FirstComeFirstServed",
     },
 )
 WAITING_QUEUES: Registry[Any] = Registry(
     "waiting queue policy",
     {
         "fcfs": "backend_engine.scheduler.waiting_queue:FcfsQueue",
-        "shortest_first": "backend_engine.scheduler.waiting_queue:ShortestFirstQueue",
+        "priority": "backend_engine.scheduler.keyed_queue:priority_queue",
+        "shortest_first": "backend_engine.scheduler.keyed_queue:shortest_first_queue",
     },
 )

@@ -1,4 +1,4 @@
-"""Who may hold memory: one policy object answers for the blocks, in three questions a step.
+"""Who may hold memory: one policy object answers for the blocks, in four questions a step.
 
 Called by ``RequestScheduler`` only. A policy keeps no state, asks the cache through ``KvCapacity``, changes neither
 requests nor blocks, and knows nothing of token budgets.
@@ -31,6 +31,10 @@ class CapacityScheduler(ABC):
         """
 
     @abstractmethod
+    def may_admit(self, num_running: int) -> bool:
+        """Whether anybody new may begin beside ``num_running`` running requests, given that nobody is paused."""
+
+    @abstractmethod
     def num_spare_blocks(self, rows: Iterable[ScheduledRequest], running: Iterable[LlmRequest], kv: KvCapacity) -> int:
         """Free blocks that newcomers may take this step, given that nobody is paused."""
 
@@ -54,6 +58,9 @@ class GuaranteedNoEvict(CapacityScheduler):
     ) -> list[LlmRequest]:
         return []
 
+    def may_admit(self, num_running: int) -> bool:
+        return True
+
     def num_spare_blocks(self, rows: Iterable[ScheduledRequest], running: Iterable[LlmRequest], kv: KvCapacity) -> int:
         num_blocks_for, num_blocks_of = kv.num_blocks_for, kv.num_blocks_of
         reserved = 0
@@ -64,6 +71,34 @@ class GuaranteedNoEvict(CapacityScheduler):
 
     def num_blocks_to_admit(self, request: LlmRequest, match: PrefixMatch, num_tokens: int, kv: KvCapacity) -> int:
         return kv.num_blocks_for(request.max_num_tokens) - match.num_held_blocks
+
+
+class StaticBatch(CapacityScheduler):
+    """A batch runs to the end of its last request before another begins; nothing is admitted while anything runs.
+
+    A batch is what one step admits, with all the blocks its requests can ever need, as ``GuaranteedNoEvict`` has it.
+    """
+
+    def __init__(self) -> None:
+        self._to_the_end = GuaranteedNoEvict()
+
+    def pick_paused(
+        self,
+        rows: Iterable[ScheduledRequest],
+        running: Sequence[LlmRequest],
+        paused: Sequence[LlmRequest],
+        kv: KvCapacity,
+    ) -> list[LlmRequest]:
+        return self._to_the_end.pick_paused(rows, running, paused, kv)
+
+    def may_admit(self, num_running: int) -> bool:
+        return num_running == 0
+
+    def num_spare_blocks(self, rows: Iterable[ScheduledRequest], running: Iterable[LlmRequest], kv: KvCapacity) -> int:
+        return self._to_the_end.num_spare_blocks(rows, running, kv)
+
+    def num_blocks_to_admit(self, request: LlmRequest, match: PrefixMatch, num_tokens: int, kv: KvCapacity) -> int:
+        return self._to_the_end.num_blocks_to_admit(request, match, num_tokens, kv)
 
 
 class MaxUtilization(CapacityScheduler):
@@ -98,6 +133,9 @@ class MaxUtilization(CapacityScheduler):
             f"{oldest} needs {num_needed} more blocks, all others are paused and {num_available} are free"
         )
         return victims
+
+    def may_admit(self, num_running: int) -> bool:
+        return True
 
     def num_spare_blocks(self, rows: Iterable[ScheduledRequest], running: Iterable[LlmRequest], kv: KvCapacity) -> int:
         return kv.num_free_blocks - sum(_new_blocks(rows, kv).values())

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from backend_engine.config.engine_config import SchedulerConfig
 from backend_engine.core.batch import ScheduledRequest
 from backend_engine.core.request import LlmRequest
-from backend_engine.errors import ConfigError
+from backend_engine.plugins.catalog import CONTEXT_CHUNKING_POLICIES
+from backend_engine.scheduler.context_chunking import ContextChunking, FirstComeFirstServed
 
 
 @dataclass(slots=True)
 class MicroBatch:
     """The rows of one step while they are being chosen.
 
-    ``num_tokens_left`` is what remains of the budget. ``is_blocked``: a context got nothing although it had work, so
-    no later one may have a row, or short contexts could keep a long one waiting for ever.
+    ``num_tokens_left`` is what a context that joins now may have. ``is_blocked``: a context got nothing although it
+    had work, so no later one may have a row, or short contexts could keep a long one waiting for ever.
     """
 
     num_tokens_left: int
@@ -34,17 +35,12 @@ class MicroBatchScheduler:
     """Plans rows within ``max_num_tokens`` tokens, contexts in chunks of ``chunk_unit_size`` tokens."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        for name in ("max_batch_size", "max_num_tokens", "chunk_unit_size"):
-            if getattr(config, name) < 1:
-                raise ConfigError(f"{name} {getattr(config, name)} is out of range; it must be 1 or more")
-        if config.chunk_unit_size > config.max_num_tokens:
-            raise ConfigError(
-                f"chunk_unit_size {config.chunk_unit_size} is more than max_num_tokens {config.max_num_tokens}; "
-                "no chunk of a prompt would ever fit"
-            )
         self._max_num_tokens = config.max_num_tokens
         self._chunk_unit_size = config.chunk_unit_size
         self._enable_chunked_context = config.enable_chunked_context
+        policy = CONTEXT_CHUNKING_POLICIES.get(config.context_chunking_policy)
+        # Whole contexts cannot share anything: without chunks there is one policy.
+        self._chunking: ContextChunking = policy() if config.enable_chunked_context else FirstComeFirstServed()
         # Each request in flight takes one token of a step sooner or later, so more of them could not all run.
         self.max_requests = min(config.max_batch_size, config.max_num_tokens)
 
@@ -67,10 +63,11 @@ class MicroBatchScheduler:
         for request in in_context:
             if not self.add_context(batch, request, request.num_computed_tokens):
                 break
+        self.share_out(batch)
         return batch
 
     def next_chunk(self, batch: MicroBatch, request: LlmRequest, start: int) -> int:
-        """Tokens that ``request`` would get in ``batch``, computing from ``start`` on; 0 = none this step."""
+        """Most tokens that ``request`` would get in ``batch``, computing from ``start`` on; 0 = none this step."""
         num_pending = request.num_tokens + request.num_promised_tokens - start
         if num_pending <= batch.num_tokens_left:
             return num_pending
@@ -81,12 +78,21 @@ class MicroBatchScheduler:
         return 0
 
     def add_context(self, batch: MicroBatch, request: LlmRequest, start: int, num_reused_tokens: int = 0) -> bool:
-        """Give ``request`` its next chunk; False (and the batch is blocked) if there is no room for one."""
+        """Let ``request`` join with its next chunk; False (and the batch is blocked) if there is no room for one.
+
+        How long the chunk is is certain after ``share_out`` only.
+        """
         num_tokens = self.next_chunk(batch, request, start)
         if num_tokens == 0:
             batch.is_blocked = True
             return False
+        num_tokens = self._chunking.num_set_aside(num_tokens, self._chunk_unit_size)
         needs_logits = start + num_tokens == request.num_tokens + request.num_promised_tokens
         batch.context.append(ScheduledRequest(request, start, num_tokens, needs_logits, num_reused_tokens))
         batch.num_tokens_left -= num_tokens
         return True
+
+    def share_out(self, batch: MicroBatch) -> None:
+        """Give the contexts that joined their chunks; called again whenever others have joined."""
+        num_tokens = self._max_num_tokens - len(batch.generation)
+        batch.context = self._chunking.share(batch.context, num_tokens, self._chunk_unit_size)

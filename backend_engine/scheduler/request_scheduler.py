@@ -57,7 +57,7 @@ class RequestScheduler:
             for request in paused:
                 del self._running[request.request_id]
                 self._waiting.add_front(request)
-        elif len(self._waiting) and not batch.is_blocked and len(self._running) < self._micro_batch.max_requests:
+        elif self._has_room(batch):
             self._admit(batch, kv)
         output = SchedulerOutput(self._step, tuple(batch.context), tuple(batch.generation), tuple(paused))
         self._step += 1
@@ -77,6 +77,16 @@ class RequestScheduler:
             # The only one left waits for a token that is on its way and will end it: let all stand still until then.
             return batch, []
         return batch, paused
+
+    def _has_room(self, batch: MicroBatch) -> bool:
+        """Whether it is worth looking at those who wait, given that nobody is paused."""
+        num_running = len(self._running)
+        return (
+            len(self._waiting) > 0
+            and not batch.is_blocked
+            and num_running < self._micro_batch.max_requests
+            and self._capacity.may_admit(num_running)
+        )
 
     def _admit(self, batch: MicroBatch, kv: KvCapacity) -> None:
         """Give waiting requests their first row, in order, until one does not fit.
@@ -104,6 +114,7 @@ class RequestScheduler:
                 break
             num_spare -= cost
             admitted.append(request)
+        self._micro_batch.share_out(batch)
         for request in admitted:
             self._waiting.remove(request)
             self._running[request.request_id] = request

@@ -21,6 +21,8 @@ from backend_engine.plugins.registry import Registry
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(layer_idx=0, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)
 SIZE = 4
+MAX_LEN = 24 * SIZE
+LAYOUTS = {"paged": SIZE, "contiguous": MAX_LEN, "contiguous_of_prime_length": MAX_LEN + 1}
 Row = tuple[int, int]  # tokens computed before, tokens now
 
 
@@ -42,14 +44,16 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 class Cache:
     """Requests with shuffled blocks; remembers all keys and values for ``dense``."""
 
-    def __init__(self, num_requests: int, spec: AttentionSpec, dtype: torch.dtype, seed: int = 0) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(
+        self, num_requests: int, spec: AttentionSpec, dtype: torch.dtype, seed: int = 0, size: int = SIZE
+    ) -> None:
+        self.spec, self.dtype, self.size = spec, dtype, size
         self.backend: AttentionBackend = TorchAttention(TorchOps(), CPU)
         self.random = [torch.Generator().manual_seed(100 * seed + i) for i in range(num_requests)]
-        self.max_blocks = 24
+        self.max_blocks = -(-MAX_LEN // size)
         ids = np.random.default_rng(seed).permutation(num_requests * self.max_blocks)
         self.tables = ids.reshape(num_requests, self.max_blocks).astype(np.int32)
-        self.kv = torch.full((len(ids), 2, SIZE, spec.num_kv_heads, spec.head_dim), math.nan, dtype=dtype)
+        self.kv = torch.full((len(ids), 2, size, spec.num_kv_heads, spec.head_dim), math.nan, dtype=dtype)
         empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=dtype)
         self.keys, self.values = [empty] * num_requests, [empty] * num_requests
 
@@ -63,7 +67,7 @@ class Cache:
 
     def step(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of (request, new tokens), those with one token last; returns what came out and what should."""
-        spec = self.spec
+        spec, size = self.spec, self.size
         q_lens = np.array([count for _, count in rows], np.int32)
         q, k, v = self.draw(rows)
         expected, slots, start = [], [], 0
@@ -73,7 +77,7 @@ class Cache:
             self.keys[request] = torch.cat((self.keys[request], k[new]))
             self.values[request] = torch.cat((self.values[request], v[new]))
             table = self.tables[request]
-            slots += [int(table[p // SIZE]) * SIZE + p % SIZE for p in range(first, first + count)]
+            slots += [int(table[p // size]) * size + p % size for p in range(first, first + count)]
             expected.append(dense(q[new], self.keys[request], self.values[request], spec))
             start += count
         kv_lens = np.array([len(self.keys[request]) for request, _ in rows], np.int32)
@@ -82,7 +86,7 @@ class Cache:
         metadata = AttentionMetadata(
             num_contexts=num_contexts,
             num_ctx_tokens=int(q_lens[:num_contexts].sum()),
-            tokens_per_block=SIZE,
+            tokens_per_block=size,
             q_lens=torch.from_numpy(q_lens),
             kv_lens=torch.from_numpy(kv_lens),
             block_tables=torch.from_numpy(tables),
@@ -108,9 +112,10 @@ VARIANTS = {
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_random_ragged_batches(name: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_ragged_batches(layout: str, name: str, dtype: torch.dtype, tolerance: float) -> None:
     pick = random.Random(name)
-    cache = Cache(5, VARIANTS[name], dtype)
+    cache = Cache(5, VARIANTS[name], dtype, size=LAYOUTS[layout])
     for _ in range(8):
         requests = pick.sample(range(5), pick.randint(1, 5))
         counts = sorted((pick.choice([1, 1, 2, 3, 4, 7, 9]) for _ in requests), reverse=True)
@@ -119,8 +124,9 @@ def test_random_ragged_batches(name: str, dtype: torch.dtype, tolerance: float) 
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_rows_of_very_different_length_are_computed_in_groups_and_come_back_in_order() -> None:
-    cache = Cache(24, replace(SPEC, head_dim=2), torch.float32)
+@pytest.mark.parametrize("size", LAYOUTS.values())
+def test_rows_of_very_different_length_are_computed_in_groups_and_come_back_in_order(size: int) -> None:
+    cache = Cache(24, replace(SPEC, head_dim=2), torch.float32, size=size)
     lengths = [3, 90, 5, 88, 2, 7] * 4
     for request, length in enumerate(lengths):
         cache.step([(request, length)])
@@ -155,8 +161,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         torch.testing.assert_close(mixed[1:2], single, atol=1e-6, rtol=1e-6)
 
 
-def test_what_an_earlier_owner_left_in_a_block_does_not_leak() -> None:
-    cache = Cache(2, SPEC, torch.float32)
+@pytest.mark.parametrize("size", LAYOUTS.values())
+def test_what_an_earlier_owner_left_in_a_block_does_not_leak(size: int) -> None:
+    cache = Cache(2, SPEC, torch.float32, size=size)
     cache.step([(0, 11), (1, 3)])
     cache.keys[0] = cache.keys[0][:0]
     cache.values[0] = cache.values[0][:0]
@@ -164,6 +171,19 @@ def test_what_an_earlier_owner_left_in_a_block_does_not_leak() -> None:
     for count in (5, 1, 1, 1, 1, 2):
         found, expected = cache.step([(0, count), (1, 1)])
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_new_request_costs_the_part_of_a_long_block_that_it_uses_and_not_all_of_it() -> None:
+    cache = Cache(3, SPEC, torch.float32, size=MAX_LEN)
+    cache.step([(0, 11), (1, 30), (2, 1)])
+    cache.step([(0, 1), (1, 1), (2, 1)])
+    # The block of 96 is read and zeroed in parts of 48: what lies behind the first is as it was.
+    (piece,) = cache.backend._pieces  # type: ignore[attr-defined]
+    assert piece.pool_rows.tolist() == [4 * block for block in cache.tables[:, 0]] + [
+        4 * block + 2 for block in cache.tables[:, 0]
+    ]
+    is_nan = cache.kv.isnan().flatten(3).all(-1).all(1)  # [num_blocks, size]
+    assert is_nan.int().argmax(1).tolist() == [48, 48, 48] and is_nan.sum(1).tolist() == [48, 48, 48]
 
 
 class Picky(TorchAttention):

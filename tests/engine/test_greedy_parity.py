@@ -1,15 +1,22 @@
 """The strongest test: greedy tokens are transformers', however a request is run.
 
-Alone, in a batch, in chunks, paused and resumed, with cached blocks, streamed or not; random tiny Llama, float32.
+Alone, in a batch, in chunks, paused and resumed, with cached blocks, streamed or not, under every policy and layout;
+random tiny Llama, float32.
 """
 
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from backend_engine import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
+from backend_engine.admission import Submission
+from backend_engine.core.outputs import RequestOutput
+from backend_engine.errors import InvalidRequestError
+from tests.support.tiny_llama import limit_windows
 
 NUM_OUTPUT = 24
 
@@ -43,6 +50,88 @@ def engine(model_dir: str, max_batch_size: int = 16, max_num_tokens: int = 512, 
     policy = kv.pop("policy", "guaranteed_no_evict")
     scheduler = SchedulerConfig(max_batch_size, max_num_tokens, capacity_policy=str(policy))
     return LLM(model_dir, scheduler_config=scheduler, kv_cache_config=KvCacheConfig(**{"tokens_per_block": 16, **kv}))
+
+
+POLICIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "static_batch": ({"capacity_policy": "static_batch", "max_num_tokens": 64}, {}),
+    "equal_progress": ({"context_chunking_policy": "equal_progress", "max_num_tokens": 24}, {}),
+    "equal_progress_in_units_and_pauses": (
+        {
+            "context_chunking_policy": "equal_progress",
+            "capacity_policy": "max_utilization",
+            "max_num_tokens": 24,
+            "chunk_unit_size": 8,
+        },
+        {"max_tokens": 16 * 9},
+    ),
+    "first_come_first_served": ({"waiting_queue_policy": "fcfs"}, {}),
+    "shortest_first": ({"waiting_queue_policy": "shortest_first", "max_batch_size": 2}, {}),
+    "contiguous": ({}, {"layout": "contiguous"}),
+    "contiguous_in_chunks_and_few_runs": ({"max_num_tokens": 16}, {"layout": "contiguous", "max_tokens": 3 * 256}),
+    "contiguous_static_batch_of_equal_progress": (
+        {"capacity_policy": "static_batch", "context_chunking_policy": "equal_progress", "max_num_tokens": 24},
+        {"layout": "contiguous"},
+    ),
+    "windows_that_hold_every_text": ({}, {"max_attention_window": (256, 100)}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_with_every_policy(
+    random_model_dir: str, prompts: list[list[int]], expected: list[list[int]], name: str
+) -> None:
+    scheduler, kv_cache = POLICIES[name]
+    config = SchedulerConfig(**{"max_batch_size": 8, **scheduler})
+    kv_config = KvCacheConfig(**{"tokens_per_block": 16, **kv_cache})
+    with LLM(random_model_dir, scheduler_config=config, kv_cache_config=kv_config) as llm:
+        assert ids_of(llm.generate(prompts, params())) == expected
+        stats = llm.stats()
+        assert stats.kv_used_blocks == 0
+        assert (stats.num_paused_total > 0) == (config.capacity_policy == "max_utilization")
+        if kv_config.layout == "contiguous":
+            num_runs = 3 if kv_config.max_tokens else config.max_batch_size
+            assert (stats.kv_max_blocks, stats.kv_tokens_per_block) == (num_runs, 256)
+
+
+def test_a_contiguous_cache_of_one_run_holds_the_longest_request_and_refuses_in_words_of_max_seq_len(
+    random_model_dir: str,
+) -> None:
+    kv_cache = KvCacheConfig(layout="contiguous", max_tokens=100)
+    with LLM(random_model_dir, max_seq_len=100, kv_cache_config=kv_cache) as llm:
+        (output,) = llm.generate([7] * 90, SamplingParams(max_tokens=50, ignore_eos=True)).outputs
+        assert (len(output.token_ids), llm.stats().kv_max_blocks) == (10, 1)
+        with pytest.raises(InvalidRequestError, match=r"^Prompt length \(100\) exceeds maximum input length \(99\)"):
+            llm.generate([7] * 100, params())
+
+
+def test_with_priorities(random_model_dir: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """The most urgent one ends first, and everybody's tokens are the same."""
+    found: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
+    order: list[int] = []
+    done = threading.Event()
+
+    def sink_of(i: int) -> Callable[[RequestOutput], None]:
+        def sink(output: RequestOutput) -> None:
+            found[i] += output.token_ids
+            if output.finished:
+                order.append(i)
+                if len(order) == len(prompts):
+                    done.set()
+
+        return sink
+
+    with engine(random_model_dir, max_batch_size=1) as llm:
+        llm.submit_all([Submission(prompt, params(), sink_of(i), priority=100 - i) for i, prompt in enumerate(prompts)])
+        assert done.wait(60)
+    assert list(found.values()) == expected
+    assert order == sorted(order, reverse=True)
+
+
+def test_windows_reach_every_layer(random_model_dir: str, prompts: list[list[int]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_model_dir, dtype=torch.float32).eval()
+    limit_windows(model, (5, 300))
+    with LLM(random_model_dir, kv_cache_config=KvCacheConfig(max_attention_window=(5, 300))) as llm:
+        assert ids_of(llm.generate(prompts, params())) == [greedy(model, prompt, NUM_OUTPUT) for prompt in prompts]
 
 
 def ids_of(results: list) -> list[list[int]]:

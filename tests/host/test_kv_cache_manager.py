@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from backend_engine.config.engine_config import SchedulerConfig
+from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.batch import ScheduledRequest, SchedulerOutput
+from backend_engine.core.outputs import KvUsage
 from backend_engine.core.protocols import KvCapacity, PrefixMatch
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -60,7 +62,6 @@ def test_fits_the_protocol() -> None:
     kv: KvCapacity = _manager()
     assert (kv.tokens_per_block, kv.num_total_blocks, kv.num_free_blocks) == (4, 32, 32)
     assert [kv.num_blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert _manager(8).max_tokens_per_request == 32 and _manager(32).max_tokens_per_request == 64
 
 
 def test_a_request_holds_the_blocks_of_its_tokens_and_leaves_them_reusable() -> None:
@@ -132,6 +133,57 @@ def test_reuse_switched_off() -> None:
     _run(manager, make_request(0, [*PREFIX, 1], 1), make_request(1, [*PREFIX, 1], 1))
     assert _match(manager, make_request(2, [*PREFIX, 1])) == PrefixMatch(0, 0, False)
     assert manager.num_cached_blocks == manager.num_reused_blocks_total == 0
+
+
+def test_a_request_that_gives_back_its_prompts_logits_reuses_nothing_and_waits_for_nobody() -> None:
+    manager = _manager()
+    with_logits = SamplingParams(return_context_logits=True)
+    _run(manager, make_request(0, [*PREFIX, 1], 1))
+    again = make_request(1, [*PREFIX, 1], 1, params=with_logits)
+    assert _match(manager, again) == PrefixMatch(0, 0, False)
+    _run(manager, again)
+    assert (again.num_cached_tokens, manager.num_reused_blocks_total) == (0, 0)
+    # Not even for a block that another one is computing; but what it computes is there for others.
+    other = [*reversed(PREFIX), 1]
+    driver = _driver(manager, max_num_tokens=8)
+    driver.add(make_request(2, other, 1), make_request(3, other, 1, params=with_logits))
+    driver.step()
+    assert not _match(manager, make_request(4, other, 1, params=with_logits)).is_pending
+    driver.run()
+    _run(manager, make_request(5, [7] * 9, 1, params=with_logits))
+    assert _match(manager, make_request(6, [7] * 9)).num_tokens == 8
+
+
+def test_usage_counts_the_blocks_of_a_requests_life() -> None:
+    manager = _manager()
+    first, second = make_request(0, [*PREFIX, 1], 5), make_request(1, [*PREFIX, 2], 5)
+    driver = _driver(manager)
+    assert manager.usage(0) == (0, 0)
+    driver.add(first)
+    driver.step()
+    assert manager.usage(0) == (5, 0)
+    for _ in range(3):
+        driver.step()
+    assert manager.usage(0) == (5, 0), "20 tokens are stored in five blocks"
+    driver.add(second)
+    driver.step()
+    assert manager.usage(1) == (1, 4)
+    driver.run()
+    assert manager.usage(0) == manager.usage(1) == (0, 0), "forgotten with the request"
+
+
+def test_usage_goes_on_after_a_pause() -> None:
+    manager = _manager()
+    request = make_request(0, 10, 5)
+    output = _plan(_whole(request))
+    manager.prepare_resources(output)
+    request.advance(10)
+    manager.update_resources(output)
+    manager.prepare_resources(_plan(paused=(request,)))
+    request.pause()
+    assert manager.usage(0) == (3, 0) and manager.num_blocks_of(0) == 0
+    manager.prepare_resources(_plan(_whole(request, 8)))
+    assert manager.usage(0) == (4, 2), "two of its own blocks are found again"
 
 
 def test_a_request_waits_for_blocks_that_another_is_computing() -> None:
@@ -356,6 +408,9 @@ def test_integrity_check_notices_what_is_wrong() -> None:
     manager, request = fresh()
     with pytest.raises(AssertionError, match=r"requests \[0\] own something"):
         manager.check_integrity([])
+    manager, request = fresh()
+    manager._usages[0] = KvUsage(2, 0)
+    broken(manager, request, "holds 3 blocks and took")
     manager, request = fresh()
     request.num_computed_tokens = 13
     broken(manager, request, "holds 3 blocks and computed 4")

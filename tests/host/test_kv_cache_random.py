@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend_engine.config.engine_config import SchedulerConfig
+from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.scheduler.request_scheduler import RequestScheduler
@@ -20,12 +21,15 @@ from tests.support.scheduling_driver import Driver, make_request, next_token
 
 SIZE = 4
 POOL = 10
+CONTEXT_LOGITS = SamplingParams(return_context_logits=True)
 
 
 @dataclass(frozen=True)
 class Setting:
     policy: str
     queue: str
+    chunking: str
+    contiguous: bool
     reuse: bool
     chunked: bool
     unit: int
@@ -36,8 +40,10 @@ class Setting:
 
 SETTINGS = st.builds(
     Setting,
-    policy=st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
-    queue=st.sampled_from(["fcfs", "shortest_first"]),
+    policy=st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
+    queue=st.sampled_from(["priority", "fcfs", "shortest_first"]),
+    chunking=st.sampled_from(["first_come_first_served", "equal_progress"]),
+    contiguous=st.booleans(),
     reuse=st.booleans(),
     chunked=st.booleans(),
     unit=st.sampled_from([1, 3, 5]),
@@ -45,6 +51,10 @@ SETTINGS = st.builds(
     batch_size=st.integers(1, 6),
     depth=st.sampled_from([1, 2]),
 )
+
+
+def _num_blocks(setting: Setting) -> int:
+    return 2 if setting.contiguous else POOL
 
 
 def _driver(setting: Setting) -> Driver:
@@ -55,8 +65,12 @@ def _driver(setting: Setting) -> Driver:
         waiting_queue_policy=setting.queue,
         enable_chunked_context=setting.chunked,
         chunk_unit_size=setting.unit,
+        context_chunking_policy=setting.chunking,
     )
-    manager = KVCacheManager(POOL, SIZE, POOL, setting.batch_size, setting.reuse)
+    if setting.contiguous:
+        manager = KVCacheManager(_num_blocks(setting), SIZE * POOL, 1, setting.batch_size, enable_block_reuse=False)
+    else:
+        manager = KVCacheManager(_num_blocks(setting), SIZE, POOL, setting.batch_size, setting.reuse)
     return Driver(RequestScheduler(config), manager, depth=setting.depth)
 
 
@@ -65,7 +79,10 @@ def _random_request(request_id: int, rng: random.Random) -> LlmRequest:
     prompt = [rng.randrange(2)] * rng.choice([0, 3, 4, 8, 12]) + [rng.randrange(3) for _ in range(rng.randint(1, 9))]
     max_output = rng.randint(1, min(14, POOL * SIZE + 1 - len(prompt)))
     salt = rng.choice(["", "", "other"])
-    return make_request(request_id, prompt, max_output, arrival_time=request_id * 0.01, cache_salt=salt)
+    return make_request(
+        request_id, prompt, max_output, arrival_time=request_id * 0.01, cache_salt=salt,
+        priority=rng.choice([1, 50, 50, 100]), params=rng.choice([SamplingParams(), CONTEXT_LOGITS]),
+    )  # fmt: skip
 
 
 def _alone(request: LlmRequest) -> list[int]:
@@ -76,6 +93,7 @@ def _alone(request: LlmRequest) -> list[int]:
 
 
 def _check_step(driver: Driver, setting: Setting) -> None:
+    was_running = driver.scheduler.running
     oldest = min(driver.scheduler.running, key=lambda r: (r.arrival_time, r.request_id), default=None)
     output = driver.step()
     assert output.num_tokens <= setting.num_tokens
@@ -87,15 +105,18 @@ def _check_step(driver: Driver, setting: Setting) -> None:
     for row in output.context:
         end = row.start + row.num_tokens
         assert row.num_tokens % setting.unit == 0 or row.needs_logits, (row, end)
-    if setting.policy == "guaranteed_no_evict":
+        assert not row.num_reused_tokens or not row.request.sampling_params.return_context_logits
+    if setting.policy != "max_utilization":
         assert not output.paused
+    if setting.policy == "static_batch" and any(row.start == row.num_reused_tokens for row in output.context):
+        assert not was_running, "somebody began beside those who run"
 
 
-def _finish_all(driver: Driver, everyone: list[LlmRequest]) -> None:
+def _finish_all(driver: Driver, setting: Setting, everyone: list[LlmRequest]) -> None:
     driver.run(3000)
     assert isinstance(driver.manager, KVCacheManager)
     assert (driver.scheduler.num_waiting, driver.scheduler.num_running) == (0, 0)
-    assert (driver.manager.num_used_blocks, driver.manager.num_free_blocks) == (0, POOL)
+    assert (driver.manager.num_used_blocks, driver.manager.num_free_blocks) == (0, _num_blocks(setting))
     for request in everyone:
         assert request.is_finished
         assert request.output_token_ids == _alone(request)[: len(request.output_token_ids)]
@@ -118,19 +139,20 @@ def test_random_operations(setting: Setting, seed: int, weights: tuple[int, int,
             _check_step(driver, setting)
         elif driver.requests:
             driver.cancel(rng.choice(list(driver.requests.values())))
-    _finish_all(driver, everyone)
+    _finish_all(driver, setting, everyone)
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-@pytest.mark.parametrize("queue", ["fcfs", "shortest_first"])
-def test_every_request_finishes_in_a_tiny_pool(policy: str, queue: str, reuse: bool) -> None:
-    setting = Setting(policy, queue, reuse, chunked=True, unit=1, num_tokens=16, batch_size=6, depth=1)
+@pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
+@pytest.mark.parametrize("queue", ["priority", "fcfs", "shortest_first"])
+def test_every_request_finishes_in_a_tiny_pool(policy: str, queue: str, chunking: str, reuse: bool) -> None:
+    setting = Setting(policy, queue, chunking, False, reuse, chunked=True, unit=1, num_tokens=16, batch_size=6, depth=1)
     rng = random.Random(5)
     driver = _driver(setting)
     everyone = [_random_request(i, rng) for i in range(40)]
     driver.add(*everyone)
-    _finish_all(driver, everyone)
+    _finish_all(driver, setting, everyone)
     assert (driver.num_paused > 0) == (policy == "max_utilization")
     assert isinstance(driver.manager, KVCacheManager)
     assert (driver.manager.num_reused_blocks_total > 0) == reuse

@@ -1,6 +1,7 @@
 """How many blocks fit, and how much memory there is."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,30 +32,44 @@ def test_blocks_needed_round_up_per_request() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "budget", "needed", "expected"),
     [
-        (None, 1000, None, 10),
         (None, 1000, 4, 4),
         (None, 399, 4, 3),
         (100, 1000, 4, 6),
-        (100, 500, None, 5),
-        (16, 1000, None, 1),
+        (100, 500, 9, 5),
+        (16, 1000, 9, 1),
     ],
 )
-def test_num_blocks(max_tokens: int | None, budget: int, needed: int | None, expected: int) -> None:
+def test_num_blocks(max_tokens: int | None, budget: int, needed: int, expected: int) -> None:
     assert num_blocks(KvCacheConfig(tokens_per_block=16, max_tokens=max_tokens), 100, budget, needed) == expected
 
 
 @pytest.mark.parametrize(
     ("config", "budget", "message"),
     [
-        (KvCacheConfig(16), 99, "one block of tokens_per_block 16 takes 100 bytes and 99 bytes are allowed"),
+        (
+            KvCacheConfig(16),
+            99,
+            "one block of tokens_per_block 16 takes 100 bytes and 99 bytes are allowed; .* or lower tokens_per_block$",
+        ),
         (KvCacheConfig(16), -5, "and 0 bytes are allowed"),
-        (KvCacheConfig(16, 15), 1000, r"max_tokens 15 is too small; it must be at least tokens_per_block \(16\)"),
-        (KvCacheConfig(0), 1000, "tokens_per_block 0 is out of range; it must be 1 or more"),
+        (
+            KvCacheConfig(2048, layout="contiguous"),
+            99,
+            "one contiguous run of max_seq_len 2048 tokens takes 100 bytes and 99 bytes .* or lower max_seq_len$",
+        ),
     ],
 )
 def test_no_room_is_a_clear_error(config: KvCacheConfig, budget: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        num_blocks(config, 100, budget)
+        num_blocks(config, 100, budget, 4)
+
+
+def test_a_contiguous_cache_has_a_run_for_each_request_that_may_run_and_no_more() -> None:
+    contiguous = KvCacheConfig(tokens_per_block=100, layout="contiguous")
+    assert num_blocks(contiguous, 1000, 10**6, 4) == 4
+    assert num_blocks(contiguous, 1000, 2500, 4) == 2
+    assert num_blocks(replace(contiguous, max_tokens=350), 1000, 10**6, 4) == 3
+    assert num_blocks(replace(contiguous, max_tokens=10_000), 1000, 10**6, 4) == 4
 
 
 def test_cpu_takes_what_is_needed_and_at_most_a_quarter() -> None:

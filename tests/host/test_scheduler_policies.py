@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 
-import pytest
-
 from backend_engine.config.engine_config import SchedulerConfig
 from backend_engine.core.batch import SchedulerOutput
 from backend_engine.core.protocols import PrefixMatch
 from backend_engine.core.request import LlmRequest
-from backend_engine.errors import ConfigError
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 from tests.support.scheduling_driver import AmpleKv, Driver, make_request
@@ -121,21 +118,6 @@ def test_removal_wherever_a_request_is() -> None:
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_batch_size": 0}, "max_batch_size 0 is out of range; it must be 1 or more"),
-        ({"max_num_tokens": 0}, "max_num_tokens 0 is out of range; it must be 1 or more"),
-        ({"chunk_unit_size": 65}, "chunk_unit_size 65 is more than max_num_tokens 64"),
-        ({"capacity_policy": "max_utilisation"}, "unknown capacity policy 'max_utilisation'; known: .*max_utilization"),
-        ({"waiting_queue_policy": "lifo"}, "unknown waiting queue policy 'lifo'; known: fcfs, shortest_first"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RequestScheduler(_config(**changes))
-
-
 # GuaranteedNoEvict.
 
 
@@ -176,6 +158,41 @@ def test_guaranteed_no_evict_counts_matched_free_blocks_as_taken() -> None:
     driver.add(make_request(1, 20, 5), make_request(2, [*prefix, 91], 5))  # 6 blocks and 6, of 10
     output = driver.step()
     assert _context(output) == [(1, 0, 20)]
+    driver.run()
+
+
+# StaticBatch.
+
+
+def test_static_batch_admits_nobody_while_anything_runs() -> None:
+    driver = _driver(100, capacity_policy="static_batch")
+    driver.add(make_request(0, 8, 2), make_request(1, 8, 5))
+    assert _context(driver.step()) == [(0, 0, 8), (1, 0, 8)]
+    driver.add(make_request(2, 8, 2), make_request(3, 8, 2))
+    # Request 0 is done after the second step; the others wait for request 1 all the same.
+    assert [_context(driver.step()) for _ in range(4)] == [[]] * 4
+    assert _context(driver.step()) == [(2, 0, 8), (3, 0, 8)]
+    driver.run()
+
+
+def test_static_batch_admits_only_what_can_run_to_its_end() -> None:
+    driver = _driver(10, capacity_policy="static_batch")
+    driver.add(make_request(0, 16, 9), make_request(1, 8, 9), make_request(2, 1, 1))  # 6, 4 and 1 blocks
+    assert _context(driver.step()) == [(0, 0, 16), (1, 0, 8)]
+    driver.run()
+    assert driver.num_paused == 0
+    assert [output.step for output in driver.steps if any(c[0] == 2 for c in _context(output))] == [9]
+
+
+def test_static_batch_goes_on_when_a_batch_is_cancelled() -> None:
+    driver = _driver(10, capacity_policy="static_batch")
+    first, second = make_request(0, 8, 9), make_request(1, 8, 2)
+    driver.add(first)
+    driver.step()
+    driver.add(second)
+    assert _context(driver.step()) == []
+    driver.cancel(first)
+    assert _context(driver.step()) == [(1, 0, 8)]
     driver.run()
 
 

@@ -25,8 +25,15 @@ def new_request(request_id: int, prompt: Sequence[int]) -> LlmRequest:
 class EngineDriver:
     """An engine over ``num_blocks`` blocks that are handed out in random order, unused places filled with NaN."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", tokens_per_block: int = 8, num_blocks: int = 100) -> None:
-        loaded = load_model(folder, dtype, "cpu", "torch")
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        tokens_per_block: int = 8,
+        num_blocks: int = 100,
+        max_attention_window: tuple[int, ...] | None = None,
+    ) -> None:
+        loaded = load_model(folder, dtype, "cpu", "torch", max_attention_window=max_attention_window)
         self.pool = KVPool(loaded.kv_specs, num_blocks, tokens_per_block, loaded.options.dtype, loaded.options.device)
         for layer in self.pool.layers:
             layer.fill_(float("nan"))
@@ -47,7 +54,7 @@ class EngineDriver:
         rows = [self._row(request, num_tokens) for request, num_tokens in context]
         output = SchedulerOutput(0, tuple(rows), tuple(self._row(request, 1) for request in generation))
         tables = np.array([self._blocks[row.request.request_id] for row in output.rows], np.int32)
-        logits = self.engine.forward(output, tables)
+        logits = self.engine.forward(output, tables).next_token
         assert logits.shape == (len(output.logits_rows), self.engine.vocab_size)
         assert logits.dtype == torch.float32
         for row, values in zip(output.logits_rows, logits, strict=True):

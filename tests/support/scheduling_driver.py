@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.batch import SchedulerOutput
 from backend_engine.core.protocols import KvCapacity, PrefixMatch
-from backend_engine.core.request import FinishReason, LlmRequest, StopConditions
+from backend_engine.core.request import DEFAULT_PRIORITY, FinishReason, LlmRequest, StopConditions
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 
@@ -24,12 +24,14 @@ def make_request(
     *,
     arrival_time: float = 0.0,
     cache_salt: str = "",
+    priority: int = DEFAULT_PRIORITY,
+    params: SamplingParams = _PARAMS,
 ) -> LlmRequest:
     """A request; an integer prompt stands for that many tokens that no other request has."""
     tokens = [request_id * 100_000 + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     return LlmRequest(
-        request_id, tokens, _PARAMS, StopConditions(max_output_tokens), lambda output: None,
-        arrival_time=arrival_time, cache_salt=cache_salt,
+        request_id, tokens, params, StopConditions(max_output_tokens), lambda output: None,
+        arrival_time=arrival_time, cache_salt=cache_salt, priority=priority,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Tiny random Llama checkpoints, written by transformers, for tests of the device wing and the loader."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,23 @@ def build_tiny_llama(folder: Path, seed: int = 0, max_shard_size: str = "1GB", *
                 parameter.add_(1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def limit_windows(model: LlamaForCausalLM, windows: Sequence[int]) -> None:
+    """Let layer i of the reference see ``windows[i % len(windows)]`` tokens, itself included, by an explicit mask."""
+    for i, layer in enumerate(model.model.layers):
+        window = windows[i % len(windows)]
+
+        def mask_out(
+            module: torch.nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, Any], window: int = window
+        ) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+            positions = torch.arange(args[0].shape[1])
+            distance = positions[:, None] - positions
+            is_seen = (distance >= 0) & (distance < window)
+            mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, float("-inf"))
+            return args, {**kwargs, "attention_mask": mask[None, None]}
+
+        layer.register_forward_pre_hook(mask_out, with_kwargs=True)
 
 
 @torch.inference_mode()

@@ -1,0 +1,121 @@
+"""``resolve``: what it refuses, by field, value and what is allowed; what it chooses, and that it says why."""
+
+from typing import Any
+
+import pytest
+
+from backend_engine.config.engine_args import EngineArgs
+from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
+from backend_engine.config.resolve import DeviceInfo, Resolved, resolve
+from backend_engine.errors import ConfigError
+from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, WAITING_QUEUES
+from backend_engine.scheduler.request_scheduler import RequestScheduler
+
+MAX_SEQ_LEN = 128
+
+
+def _resolve(**args: Any) -> Resolved:
+    return resolve(
+        EngineArgs("model", **args), {"max_position_embeddings": MAX_SEQ_LEN}, DeviceInfo(has_cuda=False, num_cpus=3)
+    )
+
+
+def _reasons(resolved: Resolved, word: str) -> list[str]:
+    return [reason for reason in resolved.reasons if word in reason]
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [
+        ("capacity_policy", ["guaranteed_no_evict", "max_utilization", "static_batch"]),
+        ("waiting_queue_policy", ["fcfs", "priority", "shortest_first"]),
+        ("context_chunking_policy", ["equal_progress", "first_come_first_served"]),
+    ],
+)
+def test_every_policy_is_accepted_by_name_and_can_be_built(field: str, allowed: list[str]) -> None:
+    for name in allowed:
+        scheduler = _resolve(scheduler_config=SchedulerConfig(**{field: name})).config.scheduler
+        assert getattr(scheduler, field) == name
+        assert RequestScheduler(scheduler).num_waiting == 0
+    with pytest.raises(ConfigError, match=f"^{field} 'nonsense' is not allowed; use {', '.join(allowed)}$"):
+        _resolve(scheduler_config=SchedulerConfig(**{field: "nonsense"}))
+
+
+def test_the_registries_know_no_other_policy_and_a_plugins_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [len(r.names()) for r in (CAPACITY_POLICIES, WAITING_QUEUES, CONTEXT_CHUNKING_POLICIES)] == [3, 3, 2]
+    monkeypatch.setitem(CAPACITY_POLICIES._entries, "of_a_plugin", object)
+    assert _resolve(scheduler_config=SchedulerConfig(capacity_policy="of_a_plugin")).config
+
+
+def test_defaults() -> None:
+    config = _resolve().config
+    scheduler = config.scheduler
+    assert (scheduler.capacity_policy, scheduler.waiting_queue_policy) == ("guaranteed_no_evict", "priority")
+    assert scheduler.context_chunking_policy == "first_come_first_served"
+    assert config.kv_cache == KvCacheConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size 0 is out of range; it must be 1 or more"),
+        ({"max_num_tokens": 0}, "max_num_tokens 0 is out of range; it must be 1 or more"),
+        ({"chunk_unit_size": 0}, "chunk_unit_size 0 is out of range; it must be 1 or more"),
+        ({"max_queue_size": -1}, "max_queue_size -1 is out of range; it must be 0 or more"),
+        ({"max_num_tokens": 64, "chunk_unit_size": 65}, "chunk_unit_size 65 must not be more than max_num_tokens 64"),
+        ({"max_num_tokens": 16}, "max_num_tokens 16 must not be less than max_batch_size 32"),
+    ],
+)
+def test_limits_of_the_scheduler(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(scheduler_config=SchedulerConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "ragged"}, "^layout 'ragged' is not allowed; use paged, contiguous$"),
+        ({"tokens_per_block": 0}, "tokens_per_block 0 is out of range; it must be 1 or more"),
+        ({"max_tokens": 31}, "max_tokens 31 of the KV cache is less than one block of tokens_per_block 32 tokens"),
+        (
+            {"max_tokens": MAX_SEQ_LEN - 1, "layout": "contiguous"},
+            "max_tokens 127 of the KV cache is less than max_seq_len 128, which is one request's run",
+        ),
+        ({"free_gpu_memory_fraction": 0.0}, r"free_gpu_memory_fraction 0.0 is out of range; it must be in \(0, 1\]"),
+        ({"max_attention_window": (64, 0)}, "^max_attention_window 0 is out of range; it must be 1 or more$"),
+    ],
+)
+def test_limits_of_the_kv_cache(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(kv_cache_config=KvCacheConfig(**changes))
+
+
+def test_a_contiguous_cache_has_runs_of_max_seq_len_and_no_reuse_and_says_so() -> None:
+    resolved = _resolve(kv_cache_config=KvCacheConfig(layout="contiguous", tokens_per_block=7), max_seq_len=100)
+    assert resolved.config.kv_cache == KvCacheConfig(
+        layout="contiguous", tokens_per_block=100, enable_block_reuse=False
+    )
+    assert _reasons(resolved, "contiguous") == [
+        "tokens_per_block 100: max_seq_len, since the KV cache's layout is contiguous",
+        "enable_block_reuse False: the KV cache's layout is contiguous, requests share no blocks",
+    ]
+    quiet = _resolve(kv_cache_config=KvCacheConfig(layout="contiguous", enable_block_reuse=False))
+    assert quiet.config.kv_cache.tokens_per_block == MAX_SEQ_LEN and not _reasons(quiet, "enable_block_reuse")
+
+
+def test_windows_that_hold_every_text_are_dropped_and_others_kept() -> None:
+    for windows, kept in [(None, None), ((64,), (64,)), ((MAX_SEQ_LEN, 64), (MAX_SEQ_LEN, 64)), ((), None)]:
+        kv_cache = _resolve(kv_cache_config=KvCacheConfig(max_attention_window=windows)).config.kv_cache
+        assert kv_cache.max_attention_window == kept
+    resolved = _resolve(kv_cache_config=KvCacheConfig(max_attention_window=(MAX_SEQ_LEN, 4096)))
+    assert resolved.config.kv_cache.max_attention_window is None
+    assert _reasons(resolved, "window") == [
+        "max_attention_window none: [128, 4096] holds nothing below max_seq_len 128"
+    ]
+
+
+@pytest.mark.parametrize("num_iterations", [0, 5])
+def test_kept_iterations(num_iterations: int) -> None:
+    assert _resolve(iter_stats_max_iterations=num_iterations).config.iter_stats_max_iterations == num_iterations
+    with pytest.raises(ConfigError, match="iter_stats_max_iterations -1 is out of range; it must be 0"):
+        _resolve(iter_stats_max_iterations=-1)
