@@ -4,6 +4,7 @@ Used by ``LLM.chat`` and the frontends, from any thread. Templates run in jinja2
 client wrote never becomes a control token: see ``ChatTemplate.encode``. Never talks to the model.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ Message = Mapping[str, Any]
 
 MAX_RENDERED_CHARS = 4_000_000
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # a role may stand inside a control token, as in <|user|>
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _MAX_DEPTH = 32
 _PRIVATE_USE = range(0x100000, 0x10FFFE)
 _MAX_REASON_CHARS = 300
@@ -37,8 +39,10 @@ class ChatTemplate:
 
     ``template`` is jinja2 source, by default the tokenizer's own. Messages are
     ``{"role": str, "content": str | list of {"type": "text", "text": str} | None, ...}``; text parts are joined by
-    newlines, and content may be missing beside ``tool_calls``. Whatever is wrong with messages or template is an
-    ``InvalidRequestError`` of one line, raised by ``render`` and ``encode``.
+    newlines, and content may be missing beside ``tool_calls``, whose arguments may be an object or its JSON text; the
+    template gets an object. ``template_kwargs`` are further variables of the template (``enable_thinking``).
+    Whatever is wrong with messages or template is an ``InvalidRequestError`` of one line, raised by ``render`` and
+    ``encode``.
     """
 
     def __init__(
@@ -59,26 +63,27 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text, in which what a client wrote looks like what the template wrote. See ``encode``."""
-        return self._render(_check_messages(messages), _check_tools(tools), add_generation_prompt)
+        return self._render(self._check(messages, tools, template_kwargs), add_generation_prompt)
 
     def encode(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The prompt as ids: those of the rendered text, except that control tokens in messages stay text.
+        """The prompt as ids: those of the rendered text, except that control tokens in what a client wrote stay text.
 
-        Nothing is added around the text, since templates write the begin token themselves.
+        Nothing is added around the text: a template that wants a begin token writes it, and then it stands there once.
         """
-        checked, checked_tools = _check_messages(messages), _check_tools(tools)
-        text = self._render(checked, checked_tools, add_generation_prompt)
-        written = [string for part in (checked, checked_tools) for string in _strings(part)]
-        for mask in self._masks(written, text):
+        written = self._check(messages, tools, template_kwargs)
+        text = self._render(written, add_generation_prompt)
+        for mask in self._masks(list(_strings(written)), text):
             try:
-                masked = self._render(mask.apply(checked), mask.apply(checked_tools), add_generation_prompt)
+                masked = self._render(mask.apply_to_variables(written), add_generation_prompt)
             except InvalidRequestError:
                 if mask.is_last:
                     raise
@@ -123,8 +128,25 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             return f"the chat template is not valid: {_one_line(error)}"
 
-    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
-        template = self._compiled[1 if tools else 0]
+    def _check(
+        self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, list[dict[str, Any]] | Any]:
+        """All that a client wrote, as variables of the template; plain copies."""
+        variables: dict[str, Any] = {}
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise InvalidRequestError(f"chat_template_kwargs must be an object, got {_short(template_kwargs)}")
+        taken = {"messages", "tools", "add_generation_prompt", *self._tokenizer.special_token_names}
+        for name, value in (template_kwargs or {}).items():
+            if not isinstance(name, str) or not _VARIABLE.fullmatch(name) or name in taken:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs has the key {_short(name)}; keys must be names such as enable_thinking, "
+                    f"and none of {', '.join(sorted(taken))}"
+                )
+            variables[name] = _plain(value, f"chat_template_kwargs.{name}", 1)
+        return variables | {"messages": _check_messages(messages), "tools": _check_tools(tools)}
+
+    def _render(self, variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        template = self._compiled[1 if variables["tools"] else 0]
         if isinstance(template, str):
             raise InvalidRequestError(template)
         chunks: list[str] = []
@@ -133,8 +155,7 @@ class ChatTemplate:
             with self._environment.budget():
                 for chunk in template.generate(
                     **self._tokenizer.special_token_names,
-                    messages=messages,
-                    tools=tools,
+                    **variables,
                     add_generation_prompt=add_generation_prompt,
                 ):
                     chunks.append(chunk)
@@ -162,8 +183,11 @@ class _Mask:
         self._everywhere = everywhere
         self.is_last = is_last
 
+    def apply_to_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of what a client wrote, masked; the variables keep their names."""
+        return {name: self.apply(value) for name, value in variables.items()}
+
     def apply(self, value: Any) -> Any:
-        """A copy of checked messages or tools, masked."""
         if isinstance(value, str):
             return value.translate(self._there) if self._everywhere else self._hide_tokens(value)
         if isinstance(value, list):
@@ -200,6 +224,8 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         for key, value in message.items()
         if value is not None
     }
+    if "tool_calls" in plain:
+        _check_tool_calls(plain["tool_calls"], where)
     content = plain.get("content")
     if isinstance(content, list):
         plain["content"] = "\n".join(_text_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
@@ -211,11 +237,34 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     return plain
 
 
+def _check_tool_calls(calls: Any, where: str) -> None:
+    """Refuse what is no list of objects. Arguments that are the JSON text of an object become that object.
+
+    Clients send them as text, and templates were written for objects. A text that is none stays as it is: a model
+    said so.
+    """
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidRequestError(f"{where}.tool_calls must be a list of objects, got {_short(calls)}")
+    for at, call in enumerate(calls):
+        function = call.get("function", call)
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(arguments, str):
+            continue
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(parsed, dict):
+            function["arguments"] = _plain(parsed, f"{where}.tool_calls[{at}]", 1)
+
+
 def _text_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
+        raise InvalidRequestError(f"{where} is of type {_short(part['type'])}, which is not built yet; send text parts")
     raise InvalidRequestError(f'{where} must be {{"type": "text", "text": ...}}, got {_short(part)}')
 
 

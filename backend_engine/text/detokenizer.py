@@ -5,10 +5,13 @@ No piece ends inside a character, and U+FFFD comes only for bytes that are no ch
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from backend_engine.core.protocols import Detokenizer
-from backend_engine.text.token_table import ByteTable, TextTable
+from backend_engine.text.decoder_steps import DecoderStream
+from backend_engine.text.text_steps import text_clean_ups
+from backend_engine.text.token_table import ByteTable, StepTable, TextTable
 from backend_engine.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 8  # of the prompt, for decoders that must look back
@@ -30,6 +33,8 @@ def create_detokenizer(
         detokenizer = ByteDetokenizer(table, skip_special_tokens)
     elif isinstance(table, TextTable):
         detokenizer = TextDetokenizer(table, prompt_token_ids, skip_special_tokens)
+    elif isinstance(table, StepTable):
+        detokenizer = StepDetokenizer(table, prompt_token_ids, skip_special_tokens)
     else:
         detokenizer = WindowedDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
     return CleaningDetokenizer(detokenizer) if tokenizer.cleans_up_spaces else detokenizer
@@ -114,8 +119,33 @@ class TextDetokenizer:
         return text
 
 
+class StepDetokenizer:
+    """WordPiece, CTC and any other decoder of the ``tokenizers`` library: its steps as streams. O(1) a token."""
+
+    def __init__(self, table: StepTable, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokens = table.visible if skip_special_tokens else table.tokens
+        self._stream = DecoderStream(table.steps)
+        context = list(islice(self._known(reversed(prompt_token_ids)), _CONTEXT_TOKENS))
+        if context:
+            self._stream.append(context[::-1])
+            self._stream.flush()
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        return self._stream.append(list(self._known(token_ids)))
+
+    def flush(self) -> str:
+        return self._stream.flush()
+
+    def _known(self, token_ids: Iterable[int]) -> Iterator[str]:
+        tokens, num_ids = self._tokens, len(self._tokens)
+        for i in token_ids:
+            token = tokens[i] if 0 <= i < num_ids else None
+            if token is not None:
+                yield token
+
+
 class WindowedDetokenizer:
-    """Any other decoder: decodes a window of the last tokens again and gives what two decodings agree on.
+    """Decoders in Python: decodes a window of the last tokens again and gives what two decodings agree on.
 
     One token late. Exact for decoders in which a token changes at most the text of the one before it.
     """
@@ -123,7 +153,9 @@ class WindowedDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        hidden = tokenizer.special_ids if skip_special_tokens else ()
+        context = islice((i for i in reversed(prompt_token_ids) if i not in hidden), _CONTEXT_TOKENS)
+        self._ids = list(context)[::-1]
         self._text = self._decode(self._ids)
         self._num_sent = len(self._text)
         self._window = 2 * _WINDOW_TOKENS
@@ -165,46 +197,24 @@ class WindowedDetokenizer:
         return self._tokenizer.decode_raw(ids, self._skip_special_tokens)
 
 
-# What Hugging Face's ``clean_up_tokenization`` replaces, in its order.
-_CLEAN_UPS = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
-    (" 're", "'re"),
-)
-_CLEAN_UP_REACH = 3  # characters behind a blank that decide whether it stays
-
-
 class CleaningDetokenizer:
     """Takes out blanks before punctuation as ``decode`` does for tokenizers that ask for it.
 
-    Three characters without a blank are out of every rule's reach; what follows the last such place is held back.
+    Holds back an end of the text that may begin one of the patterns, three characters at most.
     """
 
     def __init__(self, inner: Detokenizer) -> None:
         self._inner = inner
-        self._held = ""
+        self._steps = text_clean_ups()
 
     def append(self, token_ids: Sequence[int]) -> str:
-        text = self._held + self._inner.append(token_ids)
-        end = len(text)
-        while end > 0 and " " in text[max(end - _CLEAN_UP_REACH, 0) : end]:
-            end -= 1
-        self._held = text[end:]
-        return _clean_up(text[:end])
+        text = self._inner.append(token_ids)
+        for step in self._steps:
+            text = step.append(text)
+        return text
 
     def flush(self) -> str:
-        text, self._held = self._held + self._inner.flush(), ""
-        return _clean_up(text)
-
-
-def _clean_up(text: str) -> str:
-    for pattern, replacement in _CLEAN_UPS:
-        text = text.replace(pattern, replacement)
-    return text
+        text = self._inner.flush()
+        for step in self._steps:
+            text = step.append(text) + step.flush()
+        return text

@@ -51,12 +51,8 @@ class TextStream:
                 out += self._take(self._detokenizer.append(tokens), counts)
         return out
 
-    def finish(self, stopped: bool = False) -> str:
-        """The rest of the text, once no token follows.
-
-        ``stopped``: the engine ended the request by itself (stop word, end id). The text is the same either way: what
-        was held back comes out unless it completes a stop word.
-        """
+    def finish(self) -> str:
+        """The rest of the text, once no token follows: what was held back comes out unless it completes a stop word."""
         out, self._prefix = self._prefix, ""
         if self._ended:
             return out

@@ -1,8 +1,8 @@
 """``TokenTable``: what each token id is in text, taken once from a tokenizer's decoder and shared by detokenizers.
 
 Two kinds cover nearly every language model: byte-level BPE (``ByteTable``: each token is a few bytes) and
-SentencePiece style (``TextTable``: each token is text, or one byte of a run). Any other decoder gives ``None``.
-The rules follow the ``tokenizers`` library's decoders. Never decodes a request.
+SentencePiece style (``TextTable``: each token is text, or one byte of a run). Any other decoder of the ``tokenizers``
+library is a ``StepTable``: tokens, and the decoders that ``decoder_steps`` runs. Never decodes a request.
 """
 
 import json
@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F+][0-9a-fA-F])>")
+from tokenizers.decoders import Decoder
+
+DecoderSettings = Mapping[str, Any]
+"""One decoder as tokenizer.json writes it: ``{"type": "WordPiece", "prefix": "##", "cleanup": true}``."""
+
+JOIN: DecoderSettings = {"type": "Join"}
+"""What the library does without a decoder: a blank between tokens."""
+
+BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F+][0-9a-fA-F])>")
 
 
 @dataclass(frozen=True)
@@ -51,30 +59,42 @@ class TextTable:
     num_stripped: int
 
 
-TokenTable = ByteTable | TextTable | None
+@dataclass(frozen=True)
+class StepTable:
+    """Any other decoder: ``steps`` in a row, over ``tokens[id]``, ``None`` for an unused id; ``visible``: and special.
+
+    Sequences of decoders are flattened; the last step's tokens are joined.
+    """
+
+    tokens: Sequence[str | None]
+    visible: Sequence[str | None]
+    steps: Sequence[DecoderSettings]
+
+
+TokenTable = ByteTable | TextTable | StepTable | None
 
 
 def build_token_table(rust: Any, special_ids: frozenset[int]) -> TokenTable:
-    """The table of a ``tokenizers.Tokenizer``; ``None`` without one, or when its decoder is of neither kind."""
+    """The table of a ``tokenizers.Tokenizer``; ``None`` without one, or when its decoder is written in Python."""
     steps = None if rust is None else _decoder_steps(rust)
-    if not steps:
+    if steps is None:
         return None
     num_ids = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     tokens: list[str | None] = [rust.id_to_token(i) for i in range(num_ids)]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_table(tokens, special_ids)
-    return _text_table(tokens, special_ids, steps)
+    visible = [None if i in special_ids else token for i, token in enumerate(tokens)]
+    return _text_table(tokens, special_ids, steps) or StepTable(tokens, visible, steps)
 
 
-def _decoder_steps(rust: Any) -> list[dict[str, Any]] | None:
-    """The decoder as a flat list of its steps' settings; ``None`` without one or for one written in Python."""
+def _decoder_steps(rust: Any) -> list[DecoderSettings] | None:
+    """The decoder as a flat list of its steps' settings; ``None`` for one written in Python."""
     if rust.decoder is None:
+        return [JOIN]
+    if type(rust.decoder) is Decoder:  # the class of custom ones; the library's own have classes of their own
         return None
-    try:
-        state = json.loads(rust.decoder.__getstate__())
-    except (TypeError, ValueError):
-        return None
-    steps: list[dict[str, Any]] = []
+    state = json.loads(rust.decoder.__getstate__())
+    steps: list[DecoderSettings] = []
     pending = [state]
     while pending:
         step = pending.pop(0)
@@ -92,18 +112,17 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
+def to_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """A byte-level token's bytes; one that is not in ``alphabet`` (an added token with a blank) stands for itself."""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
 def _byte_table(tokens: Sequence[str | None], special_ids: frozenset[int]) -> ByteTable:
     alphabet = byte_level_alphabet()
-
-    def to_bytes(token: str | None) -> bytes:
-        if token is None:
-            return b""
-        try:
-            return bytes([alphabet[character] for character in token])
-        except KeyError:  # an added token with a blank, say: it stands for itself
-            return token.encode()
-
-    pieces = [to_bytes(token) for token in tokens]
+    pieces = [b"" if token is None else to_bytes(token, alphabet) for token in tokens]
     return ByteTable(pieces, [b"" if i in special_ids else piece for i, piece in enumerate(pieces)])
 
 
@@ -142,7 +161,7 @@ def _text_table(
 
     byte_values: dict[int, int] = {}
     if has_bytes:
-        matches = ((i, _BYTE_TOKEN.fullmatch(replaced(before, token, False) or "")) for i, token in enumerate(tokens))
+        matches = ((i, BYTE_TOKEN.fullmatch(replaced(before, token, False) or "")) for i, token in enumerate(tokens))
         byte_values = {i: int(match[1], 16) for i, match in matches if match}
     pieces = [replaced((*before, *after), token, False) for token in tokens]
     firsts = ((i, replaced((*before, *after), token, True)) for i, token in enumerate(tokens))

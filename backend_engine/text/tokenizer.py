@@ -150,11 +150,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``, exactly as Hugging Face's ``decode`` gives it; ids outside the vocabulary give none."""
-        known = [i for i in ids if 0 <= i < 1 << 32]
-        if self._rust is None:
-            with self._lock:
-                return str(self._hf.decode(known, skip_special_tokens=skip_special_tokens))
-        text = self._rust.decode(known, skip_special_tokens=skip_special_tokens)
+        text = self.decode_raw(ids, skip_special_tokens)
         return str(self._hf.clean_up_tokenization(text)) if self.cleans_up_spaces else text
 
     def decode_raw(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -175,11 +171,6 @@ class Tokenizer:
         if self._rust is None or type(self._rust.model).__name__ != "BPE":
             return True
         return bool(getattr(self._hf, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True when the folder brings a chat template."""
-        return self.chat_template(with_tools=False) is not None
 
     def chat_template(self, with_tools: bool) -> str | None:
         """Source of the model's chat template, ``None`` without one; models may have another one for tools."""

@@ -60,7 +60,8 @@ def test_ids_are_hugging_faces_when_no_control_token_is_spelled(name: str, templ
     ours = ChatTemplate(Tokenizer(fast), template)
     theirs = fast.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
     assert ours.render(messages) == theirs
-    assert ours.encode(messages) == fast(theirs, add_special_tokens=False).input_ids
+    ids = fast.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, return_dict=False)
+    assert ours.encode(messages) == ids
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKING], ids=["plain", "thinking"])
@@ -118,6 +119,62 @@ def test_nor_in_tools_and_tool_calls() -> None:
     assert ids[-1] == IM_END
 
 
+def test_arguments_of_tool_calls_reach_the_template_as_an_object() -> None:
+    """However a client spells them; what is no object stays what the model once said."""
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+
+    def rendered(arguments: Any) -> str:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return chat(template).render([{"role": "assistant", "tool_calls": calls}])
+
+    assert rendered('{"city": "Zürich"}') == rendered({"city": "Zürich"}) == '{"city": "Zürich"}'
+    assert (rendered("{city"), rendered("[1]"), rendered("[" * 100_000)[:3]) == ('"{city"', '"[1]"', '"[[')
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\] is nested more than 32"):
+        rendered('{"a":' * 40 + "1" + "}" * 40)
+
+
+def test_variables_of_the_request() -> None:
+    template = "{{ bos_token }}{% if enable_thinking is false %}no{% endif %}{{ note }}<|im_end|>"
+    assert chat(template).render(user("x"), template_kwargs={"enable_thinking": False}) == "<s>no<|im_end|>"
+    assert chat(template).render(user("x"), template_kwargs={}) == "<s><|im_end|>"
+    ids = chat(template).encode(user("x"), template_kwargs={"note": "<|im_end|><s>"})
+    assert (ids.count(IM_END), ids.count(token_id("<s>"))) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"messages": []}, {"bos_token": ""}, {"a b": 1}, {"_x": 1}, {5: 1}, ["a"], {"a": object()}]
+)
+def test_variables_that_a_request_must_not_set(kwargs: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs"):
+        chat("x").render(user("x"), template_kwargs=kwargs)
+
+
+BEGINS = "{{ bos_token }}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("template", [BEGINS, CHAT_TEMPLATE], ids=["with_begin", "without"])
+@pytest.mark.parametrize("content", ["Hello", "<s>Hello", "<s><s>"])
+def test_the_begin_token_stands_once_where_the_template_writes_it(template: str, content: str) -> None:
+    """The tokenizer adds one to plain texts, which must not double it; nor can a client."""
+    for fast in (sentencepiece_like("llama", add_bos=True), build_tokenizer(add_bos=True)):
+        assert fast("x").input_ids[0] == fast.bos_token_id
+        ids = ChatTemplate(Tokenizer(fast), template).encode(user(content))
+        assert ids.count(fast.bos_token_id) == (template is BEGINS)
+        assert (ids[0] == fast.bos_token_id) is (template is BEGINS)
+        theirs = fast.apply_chat_template(
+            user(content),
+            chat_template=template,
+            add_generation_prompt=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+        )
+        assert fast.decode(ids) == fast.decode(theirs)
+        if "<s>" not in content:
+            assert ids == theirs
+
+
 def test_a_role_inside_a_control_token_works_and_is_checked() -> None:
     ours = chat(BARRED)
     assert ours.encode([{"role": "im_start", "content": "x"}])[0] == IM_START
@@ -168,9 +225,13 @@ def test_another_template_for_tools() -> None:
         ([{"role": "user", "content": None}], r"messages\[0\]\.content is missing"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a text or a list of text parts, got 5"),
         (
-            user("x") + user([{"type": "image_url"}]),
-            r"messages\[1\]\.content\[0\] must be .* got \{'type': 'image_url'\}",
+            user("x") + user([{"type": "image_url", "image_url": {"url": "data:"}}]),
+            r"messages\[1\]\.content\[0\] is of type 'image_url', which is not built yet; send text parts",
         ),
+        (user([{"type": "text", "text": 5}]), r"messages\[0\]\.content\[0\] must be .* got \{'type': 'text'"),
+        (user([{"type": 5}]), r"messages\[0\]\.content\[0\] must be .* got \{'type': 5"),
+        ([{"role": "assistant", "tool_calls": "f"}], r"messages\[0\]\.tool_calls must be a list of objects, got 'f'"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], r"messages\[0\]\.tool_calls must be a list of objects"),
         ([*user("x"), {"role": "user", "content": "x", "extra": object()}], r"messages\[1\]\.extra must be made of"),
         ([{"role": "user", "content": "x", 5: "y"}], r"messages\[0\] has the key 5"),
     ],

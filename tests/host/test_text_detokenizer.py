@@ -1,22 +1,34 @@
 """Incremental detokenizing: whatever the ids and however they arrive, the pieces joined are ``decode`` of them all."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from backend_engine.text.detokenizer import (
     ByteDetokenizer,
     CleaningDetokenizer,
+    StepDetokenizer,
     TextDetokenizer,
     WindowedDetokenizer,
     create_detokenizer,
 )
 from backend_engine.text.token_table import byte_level_alphabet
 from backend_engine.text.tokenizer import Tokenizer
-from tests.support.small_tokenizers import SENTENCEPIECE_DECODERS, sentencepiece_like, unigram, word_piece
+from tests.support.small_tokenizers import (
+    ODD_DECODERS,
+    ODD_TOKENS,
+    SENTENCEPIECE_DECODERS,
+    odd,
+    python_decoded,
+    sentencepiece_like,
+    unigram,
+    word_piece,
+)
 from tests.support.table_model import build_tokenizer
 
 FORCED_CLEAN_UP = {
@@ -30,14 +42,20 @@ TOKENIZERS = {
     "cleaned_unigram": Tokenizer(unigram(clean_up_tokenization_spaces=True)),
     "cleaned_llama": Tokenizer(sentencepiece_like("llama", **FORCED_CLEAN_UP)),
     "uncleaned_llama": Tokenizer(sentencepiece_like("llama", clean_up_tokenization_spaces=True)),
+    "word_piece": Tokenizer(word_piece()),
+    "cleaned_word_piece": Tokenizer(word_piece(clean_up_tokenization_spaces=True)),
 }
 REFERENCES = {
     "byte_level": build_tokenizer(),
+    **{name: sentencepiece_like(name) for name in SENTENCEPIECE_DECODERS},
+    "word_piece": word_piece(),
+    "cleaned_word_piece": word_piece(clean_up_tokenization_spaces=True),
     "cleaned_unigram": unigram(clean_up_tokenization_spaces=True),
     "cleaned_llama": sentencepiece_like("llama", **FORCED_CLEAN_UP),
     "uncleaned_llama": sentencepiece_like("llama", clean_up_tokenization_spaces=True),
 }
 NAMES = sorted(TOKENIZERS)
+BYTES_IN_PYTHON = ByT5Tokenizer()
 IN_BYTES = "🦙 café €語\u0301"
 
 
@@ -112,6 +130,7 @@ def test_no_piece_of_a_real_text_holds_a_replacement_mark(name: str, text: str) 
         ("uncleaned_llama", TextDetokenizer),
         ("cleaned_llama", CleaningDetokenizer),
         ("cleaned_unigram", CleaningDetokenizer),
+        ("word_piece", StepDetokenizer),
     ],
 )
 def test_the_common_kinds_never_decode_again(name: str, kind: type) -> None:
@@ -170,19 +189,97 @@ def test_ids_outside_the_vocabulary_give_no_text(build: object) -> None:
     assert "".join(pieces_of(tokenizer, [-1, tokenizer.vocab_size, 10**6, 2**31])) == ""
 
 
+ODD = {
+    (name, cleanup): Tokenizer(odd(name, clean_up_tokenization_spaces=cleanup))
+    for name in ODD_DECODERS
+    for cleanup in (False, True)
+}
+
+
+@pytest.mark.parametrize("name", ODD_DECODERS)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-1, len(ODD_TOKENS) + 1), max_size=30),
+    st.lists(st.integers(0, 30), max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_decoder_of_the_library(name: str, ids: list[int], cuts: list[int], cleanup: bool, skip: bool) -> None:
+    tokenizer = ODD[name, cleanup]
+    if name == "strip_end":
+        ids = [ODD_TOKENS.index("hello"), *ids]
+    expected = tokenizer.decode(ids, skip)
+    known = [i for i in ids if i >= 0]
+    assert expected == odd(name, clean_up_tokenization_spaces=cleanup).decode(known, skip_special_tokens=skip)
+    for pieces in (pieces_of(tokenizer, ids, skip=skip), pieces_of(tokenizer, ids, cuts or (3,), skip=skip)):
+        assert "".join(pieces) == expected
+        assert "\ufffd" in expected or not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(sorted(set(ODD_DECODERS) - {"regex_over_text", "byte_level_twice", "fused_ctc"})),
+    st.lists(st.integers(3, len(ODD_TOKENS) - 1), max_size=12),
+    st.lists(st.integers(3, len(ODD_TOKENS) - 1), max_size=12),
+)
+def test_any_decoder_goes_on_after_a_prompt(name: str, prompt: list[int], ids: list[int]) -> None:
+    """Where the whole text begins with the prompt's own text."""
+    tokenizer = ODD[name, False]
+    prompt += [ODD_TOKENS.index("world")]
+    whole, beginning = tokenizer.decode(prompt + ids), tokenizer.decode(prompt)
+    if whole.startswith(beginning):
+        assert "".join(pieces_of(tokenizer, ids, prompt=[*prompt, 1, 2])) == whole[len(beginning) :]
+
+
+def test_rewriting_that_several_tokens_make_up() -> None:
+    def joined(name: str, *tokens: str, prompt: Sequence[str] = ()) -> str:
+        ids, prompt_ids = ([ODD_TOKENS.index(token) for token in part] for part in (tokens, prompt))
+        return "".join(pieces_of(ODD[name, False], ids, prompt=prompt_ids))
+
+    assert joined("fused_metaspace", "hello", " ", "do", " ", "not") == "hello don't"
+    assert joined("replace_long", "aa", "b", "</", "w", ">", "a") == "-a"
+    assert joined("word_ends", "a", prompt=["lo</w>"]) == " a"
+    assert joined("word_ends", "b", prompt=["a"]) == "b"
+    assert joined("word_piece", "a", "##s", prompt=["hello", "<s>"]) == " as"
+
+
+def test_only_what_may_change_is_held_back() -> None:
+    def pieces(name: str, *tokens: str, cleanup: bool = False) -> list[str]:
+        return pieces_of(ODD[name, cleanup], [ODD_TOKENS.index(token) for token in tokens])
+
+    assert pieces("word_piece", "hello", "##ing", "world", ".") == ["hello", "ing", " world", " .", ""]
+    assert pieces("word_piece_cleanup", "do", "n't", ".") == ["do", "n't", ".", ""]
+    assert pieces("word_piece", "do", "n", "n't", "a", ".", cleanup=True) == ["do", "", " nn't", " a", ".", ""]
+    assert pieces("word_ends", "lo</w>", "a", ".</w>") == ["lo", " a", ".", ""]
+    assert pieces("ctc", "a", "a", "<pad>", "a", "|") == ["a", "", "", "a", " ", ""]
+    assert pieces("replace_long", "a", "a", "b", "a") == ["", "", "", "", "<a"]
+    assert pieces("regex_over_text", "b", "a") == ["", "", "xbx"]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 11), max_size=150), st.booleans())
-def test_another_decoder_is_decoded_by_windows(ids: list[int], cleanup: bool) -> None:
-    tokenizer = Tokenizer(word_piece(clean_up_tokenization_spaces=cleanup))
+def test_a_decoder_in_python_is_decoded_by_windows(ids: list[int], cleanup: bool) -> None:
+    tokenizer = Tokenizer(python_decoded(clean_up_tokenization_spaces=cleanup))
     assert tokenizer.token_table() is None
     inner = create_detokenizer(tokenizer)
     assert type(inner) is (CleaningDetokenizer if cleanup else WindowedDetokenizer)
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_window_after_a_prompt_continues_it() -> None:
-    tokenizer = Tokenizer(word_piece())
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=20), st.lists(st.integers(-2, 400), max_size=40))
+def test_a_tokenizer_in_python_is_decoded_by_windows(text: str, ids: list[int]) -> None:
+    tokenizer = Tokenizer(BYTES_IN_PYTHON)
+    for sequence in (ids, tokenizer.encode_plain(text)):
+        assert "".join(pieces_of(tokenizer, sequence)) == tokenizer.decode(sequence)
+
+
+@pytest.mark.parametrize("build", [word_piece, python_decoded])
+def test_a_word_after_a_prompt_continues_it(build: Callable[[], Any]) -> None:
+    tokenizer = Tokenizer(build())
     assert "".join(pieces_of(tokenizer, [4, 2], prompt=[1, 1, 2])) == " worlding"
+    assert "".join(pieces_of(tokenizer, [4, 2], prompt=[4])) == " worlding"
+    assert "".join(pieces_of(tokenizer, [4, 2])) == "worlding"
 
 
 def test_tokens_in_symbols_of_the_byte_alphabet_and_outside_it() -> None:

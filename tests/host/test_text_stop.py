@@ -123,11 +123,11 @@ def test_search_finds_overlapping_beginnings() -> None:
 def test_stop_word_over_token_borders(words: tuple[str, ...], include: bool, expected: str) -> None:
     stream = TextStream(create_detokenizer(TABLE), words, include)
     deltas = [stream.append([token]) for token in STOP_TEXT]
-    assert "".join(deltas) + stream.finish(True) == expected
+    assert "".join(deltas) + stream.finish() == expected
     if words == ("STOP",) and not include:
         assert not any("S" in delta for delta in deltas)
     whole = TextStream(create_detokenizer(TABLE), words, include)
-    assert whole.append(STOP_TEXT) + whole.finish(False) == expected
+    assert whole.append(STOP_TEXT) + whole.finish() == expected
 
 
 def test_matcher_finds_the_word_at_the_token_that_completes_it() -> None:

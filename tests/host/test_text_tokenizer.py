@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from backend_engine.errors import InvalidRequestError, ModelLoadError
 from backend_engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import sentencepiece_like, unigram
-from tests.support.table_model import build_tokenizer, token_id
+from tests.support.table_model import CHAT_TEMPLATE, build_tokenizer, token_id
 
 TABLE = Tokenizer(build_tokenizer())
 LLAMA = Tokenizer(sentencepiece_like("llama"))
@@ -27,7 +27,7 @@ def test_loads_a_folder(table_model_dir: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == tuple(
         token_id(token) for token in ("<s>", "</s>", "<pad>")
     )
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template(with_tools=False) == tokenizer.chat_template(with_tools=True) == CHAT_TEMPLATE
     assert tokenizer.special_token_names == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     text = " alpha 🦙 <|im_end|>\n\nUser: café"
     assert tokenizer.encode(text) == reference(text).input_ids
@@ -37,7 +37,7 @@ def test_loads_a_folder(table_model_dir: Path) -> None:
 
 def test_padding_falls_back_to_the_end_token() -> None:
     assert LLAMA.pad_token_id == LLAMA.eos_token_id == 2
-    assert not LLAMA.has_chat_template
+    assert LLAMA.chat_template(with_tools=False) is None
 
 
 def test_begin_token_is_added_once() -> None:

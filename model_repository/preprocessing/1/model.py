@@ -1,4 +1,4 @@
-"""The preprocessing model: prompts and words as text -> token ids. A thin adapter over ``PromptBuilder``."""
+"""The preprocessing model: prompts, chats and words as text -> token ids. A thin adapter over ``PromptBuilder``."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,12 @@ import triton_python_backend_utils as pb_utils
 from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
+from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.tokenizer import load_tokenizer
 from backend_engine.triton_io import parameters, tensor_table
+from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.prompt_builder import ModelFacts, PromptBuilder
-from backend_engine.triton_io.request_view import Array, ParameterGuard, RequestView
+from backend_engine.triton_io.request_view import Array, RequestView
 from backend_engine.triton_io.single_response import respond
 
 
@@ -29,7 +31,7 @@ class TritonPythonModel:
             model_dir = settings.model_dir or settings.tokenizer_dir
             if settings.model_dir or (Path(model_dir) / "config.json").exists():
                 facts = ModelFacts.of(tokenizer, read_hf_config(model_dir), read_generation_config(model_dir).end_ids)
-            self._builder = PromptBuilder(tokenizer, facts, settings)
+            self._builder = PromptBuilder(tokenizer, ChatTemplate(tokenizer), facts, settings)
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         names = tensor_table.input_names(tensor_table.ENSEMBLE)
