@@ -24,6 +24,7 @@ RUN scripts/setup.sh
 COPY pyproject.toml ./
 COPY backend_engine backend_engine
 COPY model_repository model_repository
+COPY backends backends
 COPY templates templates
 COPY scripts scripts
 

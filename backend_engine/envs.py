@@ -61,10 +61,18 @@ ENGINE_DRAIN_FILE = EnvVar(
     "a file path",
     "When this file appears, the engine model ends its streams and refuses new requests (the launcher's doing).",
 )
+ENGINE_HEALTH_FILE = EnvVar(
+    "ENGINE_HEALTH_FILE",
+    "",
+    str,
+    "a file path",
+    "When the engine is stuck or has failed, the engine model writes the reason here (for the launcher).",
+)
 
 TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
     ENGINE_LOG,
     ENGINE_CHECK_INVARIANTS,
     ENGINE_DUMP_STEPS,
     ENGINE_DRAIN_FILE,
+    ENGINE_HEALTH_FILE,
 )

@@ -105,7 +105,9 @@ def prepare_backends(installation: ServerInstallation, target: Path) -> Path:
 
 def _link_python_backend(source: Path, stub: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
-    for item in (source / "libtriton_python.so", source / "triton_python_backend_utils.py", stub):
+    # A copy and no link: Triton Server refuses a library from outside for backends that are made of Python.
+    shutil.copy2(source / "libtriton_python.so", target / "libtriton_python.so")
+    for item in (source / "triton_python_backend_utils.py", stub):
         _link(item, target / item.name)
 
 

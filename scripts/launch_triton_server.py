@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Starts a Triton Server on a filled model repository and stays with it until Ctrl-C or SIGTERM.
+"""Starts a Triton Server on a filled model repository, returns when it is ready, and leaves it running.
 
 It takes the flags of the script of the same name that older set-ups call; those that only concern MPI are accepted
-and named as without effect. ``--detach`` returns once the server is ready and leaves it running. Everything that
-starts and ends processes is in ``triton_server``.
+and named as without effect. A supervisor stays behind, which watches the server (``server_watch``) and removes what it
+leaves; with ``--foreground`` it is this process, until Ctrl-C or SIGTERM. Everything that starts and ends processes is
+in ``triton_server``.
 """
 
 import argparse
@@ -14,18 +15,15 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from embedded_server import ServerNotFoundError
 from paths import default_log_path
-from serve_options import port_number
+from serve_options import count, port_number
 from server_log import ModelEvent
-from triton_process import PortInUseError
+from server_watch import START_ERRORS, watch
 from triton_server import ADMIN_HEADER, LOOPBACK, ServerOptions, ServerStartError, TritonServer
 
-__all__ = ["ServerOptions", "ServerStartError", "TritonServer", "main"]
+__all__ = ["START_ERRORS", "ServerOptions", "ServerStartError", "TritonServer", "main", "watch"]
 
-START_ERRORS = (ServerNotFoundError, PortInUseError, ServerStartError)
 _WITHOUT_EFFECT = (
-    ("--force", "-f"),
     ("--no-mpi",),
     ("--multi-model",),
     ("--disable-spawn-processes",),
@@ -37,7 +35,13 @@ _WITHOUT_EFFECT = (
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line: our flags, and the accepted ones of older launchers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument("--model_repo", "--model-repo", type=Path, required=True, help="filled model repository")
+    parser.add_argument(
+        "--model_repo",
+        "--model-repo",
+        type=Path,
+        required=True,
+        help="filled model repository; it has no default, for there is none before fill_template.py has made one",
+    )
     parser.add_argument("--tritonserver", type=Path, help="server binary (default: on PATH, else the embedded one)")
     parser.add_argument("--http_port", "--http-port", type=port_number, default=8000)
     parser.add_argument("--grpc_port", "--grpc-port", type=port_number, default=8001)
@@ -49,11 +53,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--log-file", type=Path, help="where the log goes (default: in the cache; with --log triton_log.txt)"
     )
     parser.add_argument("--exit_timeout", "--exit-timeout", type=int, default=9, help="seconds stopping may take")
-    parser.add_argument("--detach", action="store_true", help="return when the server is ready and leave it running")
+    parser.add_argument("--foreground", action="store_true", help="stay until Ctrl-C or SIGTERM, then end the server")
+    parser.add_argument("--detach", action="store_true", help="what happens anyway without --foreground")
+    parser.add_argument(
+        "--restart",
+        type=count,
+        default=0,
+        metavar="N",
+        help="start the server again, N times at most, when it or (without explicit model control) a model dies",
+    )
     parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="CUDA pool of GPU 0, bytes")
     old = parser.add_argument_group("accepted from older launchers, without effect")
     old.add_argument("--world_size", type=int, default=1, help="must be 1: workers are started by the engine itself")
-    old.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm")
+    old.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="one name, or several with commas")
+    old.add_argument(
+        "--force", "-f", action="store_true",
+        help="other servers on this machine are no hindrance: only the ports must be free, and that is always checked",
+    )  # fmt: skip
     for names in _WITHOUT_EFFECT:
         old.add_argument(*names, action="store_true")
     return parser
@@ -111,25 +127,12 @@ def describe(server: TritonServer) -> str:
     )
 
 
-def watch(server: TritonServer, stop: threading.Event) -> int:
-    """Wait until ``stop`` is set or the server ends by itself, end it, and return the exit code for the shell."""
-    while not stop.wait(0.2):
-        exit_code = server.poll()
-        if exit_code is not None:
-            error = server.last_error()
-            server.stop()
-            print(f"error: the server ended by itself with exit code {exit_code}: {error}", file=sys.stderr)
-            return 1
-    server.stop()
-    return 0
-
-
 def _print_event(event: ModelEvent) -> None:
     if event.state != "failed":
         print(f"  {event.model}: {event.state}", flush=True)
 
 
-def _run(server: TritonServer, ready_pipe: int | None) -> int:
+def _run(server: TritonServer, restarts: int, ready_pipe: int | None = None) -> int:
     """Start ``server``, tell ``ready_pipe`` when it is up, and stay until the end."""
     stop = stop_event()
     try:
@@ -139,33 +142,44 @@ def _run(server: TritonServer, ready_pipe: int | None) -> int:
     except START_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"ready; end it with Ctrl-C or: kill {os.getpid()}")
+    by_key = "Ctrl-C or: " if ready_pipe is None else ""
+    print(f"ready; end it with {by_key}kill {os.getpid()}")
     print(describe(server), flush=True)
     if ready_pipe is not None:
-        _leave_terminal(ready_pipe)
-    return watch(server, stop)
+        _leave_terminal(ready_pipe, server.log_path)
+    return watch(server, stop, restarts)
 
 
-def _leave_terminal(ready_pipe: int) -> None:
-    """Report readiness to the waiting parent and let go of its terminal."""
+def _leave_terminal(ready_pipe: int, log_path: Path) -> None:
+    """Let go of the waiting parent's terminal and report readiness; errors go to the server's log from now on."""
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor, target in ((0, null), (1, null), (2, log)):
+        os.dup2(target, descriptor)
     os.write(ready_pipe, b"ready")
     os.close(ready_pipe)
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
 
 
-def _run_detached(server: TritonServer) -> int:
-    """Run the server under a child in a session of its own; return when it is ready (0) or has failed (1)."""
+def _run_detached(server: TritonServer, restarts: int) -> int:
+    """Run the server under a supervisor in a session of its own; return when it is ready (0) or has failed."""
     read_end, write_end = os.pipe()
-    if os.fork() == 0:
+    supervisor = os.fork()
+    if supervisor == 0:
         os.setsid()
         os.close(read_end)
-        exit_code = _run(server, write_end)
+        exit_code = _run(server, restarts, write_end)
         sys.stdout.flush()
         os._exit(exit_code)
     os.close(write_end)
-    return 0 if os.read(read_end, 5) == b"ready" else 1
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.kill(supervisor, signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    if os.read(read_end, 5) == b"ready":
+        return 0
+    return 1 if os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,7 +194,9 @@ def main(argv: list[str] | None = None) -> int:
     if warning := host_warning(arguments.host):
         print(warning, file=sys.stderr)
     server = TritonServer(options_from(arguments))
-    return _run_detached(server) if arguments.detach else _run(server, None)
+    if arguments.foreground:
+        return _run(server, arguments.restart)
+    return _run_detached(server, arguments.restart)
 
 
 if __name__ == "__main__":

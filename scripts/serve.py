@@ -186,7 +186,7 @@ def serve(arguments: argparse.Namespace, run_dir: Path, stop: threading.Event) -
         print(f"\nerror: the sample question failed: {error}", file=sys.stderr)
     print_ready(server, arguments, run_dir)
     print("Ctrl-C ends it.", flush=True)
-    exit_code = watch(server, stop)
+    exit_code = watch(server, stop, arguments.restart)
     print("stopped", flush=True)
     return exit_code
 

@@ -29,6 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-demo", action="store_true", help="do not ask the sample question")
     parser.add_argument("--model-control-mode", choices=("none", "explicit"), default="none")
     parser.add_argument(
+        "--restart", type=count, default=0, metavar="N", help="start the server again, N times at most, when it dies"
+    )
+    parser.add_argument(
         "--set",
         dest="settings",
         action="append",
@@ -47,6 +50,13 @@ def port_number(text: str) -> int:
     """Parse a TCP port for argparse."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"{text!r} is no port; use 1 to 65535")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """Parse a number of times for argparse."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of times; use 0 or more")
     return int(text)
 
 

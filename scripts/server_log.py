@@ -29,11 +29,14 @@ class ModelEvent:
 
 
 class ServerLog:
-    """Follows the log file at ``path``; ``poll`` returns what is new, ``relevant_error`` the line that matters."""
+    """Follows the log file at ``path`` from byte ``start`` on.
 
-    def __init__(self, path: Path) -> None:
+    ``poll`` returns what is new, ``relevant_error`` the line that matters.
+    """
+
+    def __init__(self, path: Path, start: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = start
         self._partial = b""
         self._errors: dict[str, str] = {}
         self._last_line = ""

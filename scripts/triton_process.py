@@ -5,6 +5,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHM_DIR = Path("/dev/shm")
+_STUB = "triton_python_backend_stub"
+_INSTANCE = re.compile(r"(?P<model>[^/]+)_\d+_\w*\d+")  # such as tensorrt_llm_0_0; no path, no shared-memory region
 
 # Runs beside the server and reads a pipe that the launcher holds. "done" means the launcher has cleaned up;
 # end of file without it means the launcher died, so the server is ended and its leavings are removed here.
@@ -59,19 +62,35 @@ def _check_port(host: str, flag: str, port: int) -> None:
 
 def group_members(group: int) -> list[int]:
     """Return the ids of the live (not zombie) processes of process group ``group``."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # The command in parentheses may hold blanks, so fields count from the last parenthesis.
-        state, _parent, process_group = stat.rpartition(")")[2].split()[:3]
-        if int(process_group) == group and state not in "ZX":
-            members.append(int(entry.name))
-    return members
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if is_alive(pid, group)]
+
+
+def is_alive(pid: int, group: int) -> bool:
+    """Say whether ``pid`` is a live (not zombie) process of process group ``group``."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # The command in parentheses may hold blanks, so fields count from the last parenthesis.
+    state, _parent, process_group = stat.rpartition(")")[2].split()[:3]
+    return int(process_group) == group and state not in "ZX"
+
+
+def stub_model(pid: int) -> str | None:
+    """Return the model that ``pid`` runs for Triton Server's Python backend, None when it is no such process."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if Path(arguments[0]).name != _STUB or len(arguments) < 2:
+        return None
+    path = Path(arguments[1])
+    if path.parent.name.isdigit():  # <repository>/<model>/<version>/model.py
+        return path.parent.parent.name
+    # The model.py of a backend folder serves several models: what tells them apart is the instance's name.
+    instance = next((match for match in map(_INSTANCE.fullmatch, arguments[2:]) if match), None)
+    return instance["model"] if instance else None
 
 
 def kill_group(group: int, timeout_s: float = 2.0) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from embedded_server import ServerInstallation, find_server, prepare_backends, server_environment
 from paths import default_log_path, make_run_dir
 from server_log import ModelEvent, ServerLog
-from triton_process import ProcessGuard, check_ports, group_members, kill_group, remove_shared_memory
+from triton_process import ProcessGuard, check_ports, group_members, kill_group, remove_shared_memory, stub_model
 
 ADMIN_HEADER = "inflight-admin-key"
 GRPC_ADMIN_HEADER = f"triton-grpc-protocol-{ADMIN_HEADER}"
@@ -96,6 +96,11 @@ class TritonServer:
         return self.run_dir / "drain"
 
     @property
+    def health_file(self) -> Path:
+        """The file in which an engine model says that its engine is dead, as ``<model>: <reason>``."""
+        return self.run_dir / "health"
+
+    @property
     def pid(self) -> int:
         """Process id of the server, and id of its process group."""
         assert self._process is not None, "pid asked for before start()"
@@ -130,9 +135,29 @@ class TritonServer:
         self._run_dir = options.run_dir or make_run_dir()
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.write_bytes(b"")
+        self._launch(installation)
+
+    def restart(self) -> None:
+        """End the process at once and start it again, with the same ports, key, log and files; then ``wait_ready``.
+
+        Raises what ``start`` raises.
+        """
+        self.stop(at_once=True, keep_run_dir=True)
+        for left in (self.health_file, self.drain_file, self._drained_file):
+            left.unlink(missing_ok=True)
+        self._is_up = self._is_stopped = False
+        self.model_states.clear()
+        check_ports(self.options.host, self._ports())
+        self._launch(find_server(self.options.tritonserver))
+
+    def _launch(self, installation: ServerInstallation) -> None:
+        options, run_dir = self.options, self.run_dir
         environment = server_environment(installation, os.environ | dict(options.environment))
         environment["ENGINE_DRAIN_FILE"] = str(self.drain_file)
-        with self.log_path.open("wb") as log:
+        environment["ENGINE_HEALTH_FILE"] = str(self.health_file)
+        log_start = self.log_path.stat().st_size
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(installation),
                 stdin=subprocess.DEVNULL,
@@ -141,8 +166,8 @@ class TritonServer:
                 env=environment,
                 start_new_session=True,
             )
-        self._guard = ProcessGuard(self._process.pid, self.shm_prefix, self._run_dir, self.drain_file)
-        self._log = ServerLog(self.log_path)
+        self._guard = ProcessGuard(self._process.pid, self.shm_prefix, run_dir, self.drain_file)
+        self._log = ServerLog(self.log_path, log_start)
 
     def command(self, installation: ServerInstallation) -> list[str]:
         """Return the server's command line; links its backends into the run directory."""
@@ -235,31 +260,42 @@ class TritonServer:
         self._log.poll()
         return self._log.relevant_error()
 
-    def stop(self) -> int:
+    def stop(self, *, at_once: bool = False, keep_run_dir: bool = False) -> int:
         """End the server within ten seconds and remove what it leaves; return its exit code (0 when never started).
 
-        Streams get the chance to end with a final response first, then SIGTERM, then the whole group is killed.
+        Streams get the chance to end with a final response first, then SIGTERM, then the whole group is killed; with
+        ``at_once`` it is killed without more ado.
         """
-        if self._process is None or self._is_stopped:
-            return self._process.returncode if self._process else 0
-        self._is_stopped = True
+        if self._process is None:
+            return 0
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._end(at_once)
+        if not keep_run_dir:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        return self._process.returncode
+
+    def _end(self, at_once: bool) -> None:
+        assert self._process is not None, "nothing to end before start()"
         deadline = time.monotonic() + self.options.exit_timeout_s
-        if self._is_up and self.poll() is None:
+        if self._is_up and self.poll() is None and not at_once:
             self._drain()
             self._process.terminate()
             # A server that is still loading models would hear SIGTERM only afterwards, so that one is killed.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - time.monotonic()))
         kill_group(self._process.pid)
-        exit_code = self._process.wait()
+        self._process.wait()
         remove_shared_memory(self.shm_prefix)
-        shutil.rmtree(self.run_dir, ignore_errors=True)
         if self._guard is not None:
             self._guard.release()
-        return exit_code
+
+    @property
+    def _drained_file(self) -> Path:
+        return self.drain_file.with_name(f"{self.drain_file.name}.done")
 
     def _drain(self) -> None:
-        done = self.drain_file.with_name(f"{self.drain_file.name}.done")
+        done = self._drained_file
         self.drain_file.touch()
         deadline = time.monotonic() + self.options.drain_timeout_s
         while not done.exists() and self.poll() is None and time.monotonic() < deadline:
@@ -268,6 +304,11 @@ class TritonServer:
     def processes(self) -> list[int]:
         """Return the ids of the server and of its model processes that are alive."""
         return group_members(self.pid)
+
+    def model_processes(self) -> dict[int, str]:
+        """Return the Python backend's processes that are alive, as process id to name of the model."""
+        found = {pid: stub_model(pid) for pid in self.processes()}
+        return {pid: model for pid, model in found.items() if model is not None}
 
     def _ports(self) -> tuple[tuple[str, int], ...]:
         options = self.options

@@ -19,16 +19,22 @@ from backend_engine.config.resolve import DeviceInfo, resolve
 from backend_engine.core.kv_spec import KvSpec
 from backend_engine.decoder.decoder import Decoder
 from backend_engine.executor.fault_injection import create_faults
+from backend_engine.executor.iteration_stats import RuntimeMemory
 from backend_engine.executor.py_executor import PyExecutor
 from backend_engine.executor.rooms import Rooms
+from backend_engine.executor.stats_recorder import StatsRecorder
 from backend_engine.executor.step_dump import NoDump, StepDump
+from backend_engine.executor.watchdog import automatic_step_timeout_s
 from backend_engine.kv_cache import sizing
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import LoadedModel, load_model
+from backend_engine.model_engine.weight_memory import weight_bytes
+from backend_engine.models.causal_lm import attention_specs
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 
 _logger = get_logger(__name__)
@@ -54,7 +60,12 @@ def create_engine(args: EngineArgs) -> Engine:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(
-        config.model_dir, config.dtype, config.device, config.attention_backend, _ProgressLog(args.model)
+        config.model_dir,
+        config.dtype,
+        config.device,
+        config.attention_backend,
+        _ProgressLog(args.model),
+        config.kv_cache.max_attention_window,
     )
     num_blocks = _num_blocks(config, loaded)
     executor = _create_executor(config, loaded, num_blocks)
@@ -94,7 +105,7 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
         ),
         model_engine=ModelEngine(loaded, pool, limits),
         decoder=Decoder(loaded.vocab_size, options.device),
-        faults=create_faults(config.debug_step_delay_ms, config.debug_fail_on_tokens),
+        faults=create_faults(config.debug_step_delay_ms, config.debug_fail_on_tokens, config.debug_hang_on_tokens),
         dump=StepDump(dump_path) if dump_path else NoDump(),
     )
     return PyExecutor(
@@ -102,7 +113,44 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
         max_batch_size=scheduler.max_batch_size,
         max_queue_size=scheduler.max_queue_size,
         check_invariants=envs.ENGINE_CHECK_INVARIANTS.get(),
+        step_timeout_s=_step_timeout_s(config, loaded, num_blocks),
+        recorder=_recorder(config, weight_bytes(loaded.model) + pool.num_bytes),
     )
+
+
+def _recorder(config: EngineConfig, num_bytes: int) -> StatsRecorder:
+    """The statistics; ``num_bytes`` of weights and KV pool are where the model runs. No pinned buffer is kept."""
+    return StatsRecorder(
+        config.iter_stats_max_iterations,
+        is_static_batching=config.scheduler.capacity_policy == "static_batch",
+        memory=RuntimeMemory(cpu=num_bytes) if config.device == "cpu" else RuntimeMemory(gpu=num_bytes),
+    )
+
+
+def _step_timeout_s(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> float:
+    """The configured step timeout, or one for a full step at the end of the longest request."""
+    if config.step_timeout_s is not None:
+        return config.step_timeout_s
+    max_num_tokens = config.scheduler.max_num_tokens
+    context = min(config.max_seq_len, num_blocks * config.kv_cache.tokens_per_block)
+    flop = 2.0 * _num_weights(loaded)
+    flop += sum(4.0 * spec.num_heads * spec.head_dim * context for spec in attention_specs(loaded.spec))
+    chosen = automatic_step_timeout_s(flop, max_num_tokens, config.device) + config.debug_step_delay_ms / 1000
+    _logger.info(
+        "chosen: step_timeout_s %.1f: %d tokens of %.2f GFLOP each at most, with a wide margin",
+        chosen,
+        max_num_tokens,
+        flop / 1e9,
+    )
+    return chosen
+
+
+def _num_weights(loaded: LoadedModel) -> int:
+    """Weights that a token meets, whatever form their layers keep them in."""
+    linear = [module for module in loaded.model.modules() if isinstance(module, Linear)]
+    in_linear = {id(parameter) for module in linear for parameter in module.parameters()}
+    others = sum(p.numel() for p in loaded.model.parameters() if id(p) not in in_linear)
+    return others + sum(module.in_features * module.out_features for module in linear)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -120,8 +168,9 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
         needed = sizing.num_blocks_needed(max_batch_size, config.max_seq_len, kv_cache.tokens_per_block)
         num_blocks = sizing.num_blocks(kv_cache, block_bytes, budget, needed)
     _logger.info(
-        "KV cache: %d blocks of %d tokens, %.1f MB in %d layers",
+        "KV cache: %d %s of %d tokens, %.1f MB in %d layers",
         num_blocks,
+        "contiguous runs" if kv_cache.layout == "contiguous" else "blocks",
         kv_cache.tokens_per_block,
         num_blocks * block_bytes / 1e6,
         len(specs),

@@ -8,24 +8,30 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from backend_engine.core.batch import SchedulerOutput
-from backend_engine.core.outputs import DecoderOutput, RequestOutput, Usage
+from backend_engine.core.outputs import DecoderOutput, RequestOutput
 from backend_engine.core.request import FinishReason, LlmRequest
 from backend_engine.errors import DeadlineExceededError, EngineError, OutOfCapacityError, StepFailedError
 from backend_engine.executor.deadlines import Deadlines
-from backend_engine.executor.iteration_stats import EngineStats, IterationStats, StatsRecorder
+from backend_engine.executor.final_output import final_output
+from backend_engine.executor.iteration_stats import EngineStats, IterationStats
+from backend_engine.executor.outbox import Outbox
 from backend_engine.executor.request_queue import RequestQueue
 from backend_engine.executor.rooms import DecodeHandleRoom, Rooms
+from backend_engine.executor.stats_recorder import LiveLevels, StatsRecorder
 from backend_engine.executor.stop_criteria import Finish, finish_reason
+from backend_engine.executor.watchdog import Watchdog
 from backend_engine.logger import get_logger
 
 _logger = get_logger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
 STUCK_POLL_S = 0.01
+DEFAULT_STEP_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 30.0
 
 
 class _Launched(NamedTuple):
@@ -39,6 +45,8 @@ class _Launched(NamedTuple):
 class PyExecutor:
     """Runs requests to their end. ``max_batch_size`` is reported in the statistics only.
 
+    A step that runs for ``step_timeout_s`` counts as stuck, and the engine as dead (``declare_dead``).
+
     ``depth`` is how many steps may be on their way: 1 waits for each step's tokens before the next is planned;
     2 would plan step N+1 while the device computes step N (``promise`` and ``advance`` are kept for that).
     """
@@ -51,6 +59,8 @@ class PyExecutor:
         max_queue_size: int = 0,
         check_invariants: bool = False,
         depth: int = 1,
+        step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
+        recorder: StatsRecorder | None = None,
     ) -> None:
         self._scheduler = rooms.scheduler
         self._kv_cache = rooms.kv_cache
@@ -66,57 +76,78 @@ class PyExecutor:
         self._requests: dict[int, LlmRequest] = {}
         self._launched: deque[_Launched] = deque()
         self._outgoing: list[tuple[LlmRequest, RequestOutput]] = []
-        self._recorder = StatsRecorder()
+        self._recorder = recorder or StatsRecorder()
         self._failures_in_a_row = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="py-executor", daemon=True)
+        self._outbox = Outbox()
+        self.step_began: float | None = None
+        self.thread = threading.Thread(target=self._run, name="py-executor", daemon=True)
+        self._watchdog = Watchdog(self, step_timeout_s)
 
     # What other threads may call.
 
     def start(self) -> None:
-        """Start the executor thread."""
-        self._thread.start()
+        """Start the executor thread, and the watchdog that looks at it."""
+        self.thread.start()
+        self._watchdog.start()
 
-    def enqueue(self, request: LlmRequest) -> None:
-        """Hand a request over. ``OutOfCapacityError`` when the queue is full, ``ShutdownError`` when closed."""
-        self._queue.put(request)
+    def enqueue(self, requests: Sequence[LlmRequest]) -> None:
+        """Hand over all requests or none. ``OutOfCapacityError``: the queue is full, ``ShutdownError``: closed."""
+        with self._recorder.accepting(requests):
+            self._queue.put(requests)
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step; its sink gets a final output. Unknown ids are harmless."""
         self._queue.cancel(request_id)
 
     def shutdown(self) -> None:
-        """End all requests (their sinks get a final output), stop the thread and wait for it."""
+        """End all requests (their sinks get a final output), stop the thread and wait for it, unless it is stuck."""
         self._queue.close("the engine is shutting down")
         self._stopping.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        if threading.current_thread() is self.thread:
+            return
+        while self.thread.is_alive() and not self._outbox.closed_because and time.monotonic() < deadline:
+            self.thread.join(0.1)
+        self._watchdog.stop()
+        if self.thread.is_alive():
+            self.declare_dead(f"the engine did not stop within {JOIN_TIMEOUT_S:g} s")
+            _logger.error("the executor thread is stuck and is left behind")
+
+    def declare_dead(self, reason: str) -> None:
+        """The engine is over: refuse new requests and end all living ones with an error, both saying why.
+
+        Called by the watchdog while the executor thread hangs, or by that thread at its end. From here on nothing that
+        the executor thread does leaves the engine; should its step come back, it ends. It alone still touches requests,
+        scheduler, KV cache, decoder and device.
+        """
+        if self._outbox.closed_because:
+            return
+        _logger.error("the engine is dead: %s", reason)
+        self._stopping.set()
+        self._queue.close(reason)
+        self._outbox.close_with(reason)
+        self._outbox.admit(self._queue.take(0).requests)
 
     @property
     def is_healthy(self) -> bool:
-        """False after several failed steps in a row; the engine then refuses requests."""
-        return self._failures_in_a_row < MAX_FAILURES_IN_A_ROW
+        """False once the engine is dead or several steps in a row have failed; it then refuses requests."""
+        return self._failures_in_a_row < MAX_FAILURES_IN_A_ROW and not self._outbox.closed_because
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the executor thread is meant to end."""
+        return self._stopping.is_set()
 
     def stats(self) -> EngineStats:
         """Snapshot for metrics."""
-        kv, recorder, num_inbox = self._kv_cache, self._recorder, len(self._queue)
-        return EngineStats(
-            num_waiting=self._scheduler.num_waiting + num_inbox,
-            num_context=recorder.num_context,
-            num_scheduled=recorder.num_scheduled,
-            num_active=len(self._requests) + num_inbox,
-            max_requests=self._max_batch_size,
-            kv_used_blocks=kv.num_used_blocks,
-            kv_free_blocks=kv.num_free_blocks,
-            kv_max_blocks=kv.num_total_blocks,
-            kv_tokens_per_block=kv.tokens_per_block,
-            kv_reused_blocks=kv.num_reused_blocks_total,
-            num_paused_total=recorder.num_paused,
-            num_cached_tokens_total=recorder.num_cached_tokens,
-            num_generated_tokens_total=recorder.num_generated_tokens,
-            iteration=recorder.iteration,
-            is_healthy=self.is_healthy,
-        )
+        kv = self._kv_cache
+        live = LiveLevels(
+            num_inbox=len(self._queue), max_requests=self._max_batch_size, kv_max_blocks=kv.num_total_blocks,
+            kv_tokens_per_block=kv.tokens_per_block, kv_reused_blocks=kv.num_reused_blocks_total,
+            is_healthy=self.is_healthy, failure=self._outbox.closed_because,
+        )  # fmt: skip
+        return self._recorder.snapshot(live)
 
     def recent_iterations(self) -> list[IterationStats]:
         """Statistics of the last steps, oldest first."""
@@ -140,6 +171,8 @@ class PyExecutor:
                 self._launched.append(_Launched(output, handle, (started, forward_at, decode_at)))
             except Exception as error:
                 self._fail(output, error)
+        else:
+            self._recorder.note_batch(output, len(self._requests), self._kv_cache.num_free_blocks)
         if self._launched and (len(self._launched) >= self._depth or not output.batch_size):
             oldest = self._launched.popleft()
             try:
@@ -158,13 +191,14 @@ class PyExecutor:
         """Body of the executor thread: step while there is work, sleep while there is none."""
         try:
             while not self._stopping.is_set() and self.is_healthy:
-                if not self.step():
-                    self._recorder.note_idle()
+                self.step_began = time.monotonic()
+                has_run = self.step()
+                self.step_began = None
+                if not has_run:
                     self._queue.wait(self._idle_timeout())
         finally:
             if not self._stopping.is_set():
-                self._failures_in_a_row = MAX_FAILURES_IN_A_ROW
-                self._queue.close("the engine has stopped after an internal failure; see the log")
+                self.declare_dead(_why_stopped(self._failures_in_a_row))
             self._end_everything()
 
     def _idle_timeout(self) -> float | None:
@@ -176,6 +210,7 @@ class PyExecutor:
     def _admit(self) -> None:
         """Take what arrived: new requests, cancellations, and requests whose time is up."""
         inbox = self._queue.take(self._scheduler.num_waiting)
+        self._outbox.admit(inbox.requests)
         for request in inbox.requests:
             self._requests[request.request_id] = request
             self._scheduler.add(request)
@@ -197,13 +232,15 @@ class PyExecutor:
         for request in output.paused:
             request.pause()
         self._kv_cache.prepare_resources(output)
+        self._recorder.note_batch(output, len(self._requests), self._kv_cache.num_free_blocks)
         for row in output.context:
             request = row.request
             if row.num_reused_tokens:
                 request.reuse(row.num_reused_tokens)
-                self._recorder.num_cached_tokens += row.num_reused_tokens
+                self._recorder.note_reuse(row.num_reused_tokens)
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = time.monotonic()
+                self._recorder.note_started(request)
         self._faults.before_forward(output)
 
     def _advance(self, output: SchedulerOutput) -> None:
@@ -219,7 +256,12 @@ class PyExecutor:
         finished: list[LlmRequest] = []
         outgoing = self._outgoing
         all_logprobs = decoded.logprobs
-        num_generated = 0
+        num_generated, now = 0, time.monotonic()
+        gaps: list[float] = []
+        for request_id, values in decoded.context_logits.items():
+            asking = self._requests.get(request_id)
+            if asking is not None:
+                outgoing.append((asking, RequestOutput(request_id, [], context_logits=values)))
         for index, (row, token_id) in enumerate(zip(output.logits_rows, decoded.token_ids, strict=True)):
             request = row.request
             if request.finish_reason is not None:
@@ -230,21 +272,30 @@ class PyExecutor:
                 request.append_token(token_id)
                 token_ids.append(token_id)
                 num_generated += 1
-                if len(request.output_token_ids) == 1:
-                    request.first_token_time = time.monotonic()
+                if request.last_token_time is None:
+                    request.first_token_time = now
+                    self._recorder.note_first_token(request)
+                else:
+                    gaps.append(now - request.last_token_time)
+                request.last_token_time = now
                 if request.stop_matcher is not None:
                     word = request.stop_matcher.append(token_id)
                     if word is not None:
                         finish = Finish(FinishReason.STOP, word, True)
             logprobs = all_logprobs[index] if all_logprobs is not None and token_ids else None
             listed = None if logprobs is None else [logprobs]
+            logits = decoded.generation_logits.get(request.request_id) if token_ids else None
             if finish is None:
-                outgoing.append((request, RequestOutput(request.request_id, token_ids, logprobs=listed)))
+                outgoing.append(
+                    (request, RequestOutput(request.request_id, token_ids, logprobs=listed, generation_logits=logits))
+                )
             else:
                 request.finish(finish.reason, stop_reason=finish.stop_reason)
                 finished.append(request)
-                outgoing.append((request, _final_output(request, token_ids)._replace(logprobs=listed)))
-        self._recorder.num_generated_tokens += num_generated
+                kv_usage = self._kv_cache.usage(request.request_id)
+                last = final_output(request, token_ids, kv_usage)
+                outgoing.append((request, last._replace(logprobs=listed, generation_logits=logits)))
+        self._recorder.note_tokens(num_generated, gaps)
         return finished
 
     def _settle(self, output: SchedulerOutput, finished: Iterable[LlmRequest]) -> None:
@@ -256,15 +307,12 @@ class PyExecutor:
             self._kv_cache.check_integrity(self._requests.values())
 
     def _emit(self, launched: _Launched | None) -> None:
-        """Hand the outputs to their sinks. A sink must not raise or block; one that raises ends its request."""
+        """Hand the outputs to their sinks. A sink that raises ends its request."""
         emit_at = time.perf_counter()
+        self._recorder.note_left(len(self._requests), self._kv_cache.num_free_blocks)
         outgoing, self._outgoing = self._outgoing, []
-        for request, output in outgoing:
-            try:
-                request.sink(output)
-            except Exception:
-                _logger.exception("the sink of request %d failed; the request is cancelled", request.request_id)
-                self._queue.cancel(request.request_id)
+        for request_id in self._outbox.send(outgoing):
+            self._queue.cancel(request_id)
         self._queue.note_waiting(self._scheduler.num_waiting)
         if launched is not None:
             self._record(launched, emit_at)
@@ -293,8 +341,9 @@ class PyExecutor:
     def _end(self, request: LlmRequest, reason: FinishReason, error: EngineError | None = None) -> None:
         """End a living request now, whatever it is doing."""
         request.finish(reason, error=error)
+        kv_usage = self._kv_cache.usage(request.request_id)
         self._forget(request)
-        self._outgoing.append((request, _final_output(request, [])))
+        self._outgoing.append((request, final_output(request, [], kv_usage)))
 
     def _end_late(self, request: LlmRequest, now: float) -> None:
         if request.limits.deadline is not None and request.limits.deadline <= now:
@@ -308,6 +357,7 @@ class PyExecutor:
             self._end(request, FinishReason.ERROR, OutOfCapacityError(f"timed out after {waited:.1f} s in the queue"))
 
     def _forget(self, request: LlmRequest) -> None:
+        self._recorder.note_end(request)
         self._scheduler.remove(request)
         self._kv_cache.free_resources(request)
         self._decoder.remove(request.request_id)
@@ -329,18 +379,18 @@ class PyExecutor:
 
     def _end_everything(self) -> None:
         """The thread's last act: nothing is left without a final output."""
-        for request in self._queue.take(self._scheduler.num_waiting).requests:
+        late = self._queue.take(self._scheduler.num_waiting).requests
+        self._outbox.admit(late)
+        for request in late:
             self._requests[request.request_id] = request
             self._scheduler.add(request)
         self._launched.clear()
-        for request in list(self._requests.values()):
-            self._end(request, FinishReason.CANCELLED)
+        for request in list(self._requests.values()):  # the outbox of a dead engine has answered them with an error
+            self._end(request, FinishReason.ERROR if self._outbox.closed_because else FinishReason.CANCELLED)
         self._emit(None)
-        self._recorder.note_idle()
 
 
-def _final_output(request: LlmRequest, token_ids: list[int]) -> RequestOutput:
-    usage = Usage(len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids))
-    return RequestOutput(
-        request.request_id, token_ids, True, request.finish_reason, request.stop_reason, None, request.error, usage
-    )
+def _why_stopped(failures_in_a_row: int) -> str:
+    if failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+        return f"the engine has stopped after {failures_in_a_row} failed steps in a row; see the log"
+    return "the engine has stopped after an internal failure; see the log"

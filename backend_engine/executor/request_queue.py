@@ -4,6 +4,7 @@ Bounded: new requests are refused when those waiting, here or in the scheduler, 
 """
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from backend_engine.core.request import LlmRequest
@@ -31,17 +32,17 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def put(self, request: LlmRequest) -> None:
-        """Add a request. ``OutOfCapacityError`` when the queue is full, ``ShutdownError`` once closed."""
+    def put(self, requests: Sequence[LlmRequest]) -> None:
+        """Add all of them or none. ``OutOfCapacityError`` when the queue is full, ``ShutdownError`` once closed."""
         with self._condition:
             if self._closed_because is not None:
                 raise ShutdownError(self._closed_because)
             num_waiting = len(self._requests) + self._num_waiting_elsewhere
-            if self._max_queue_size and num_waiting >= self._max_queue_size:
+            if self._max_queue_size and num_waiting + len(requests) > self._max_queue_size:
                 raise OutOfCapacityError(
                     f"Maximum queue size of {self._max_queue_size} has been reached, please try again later"
                 )
-            self._requests.append(request)
+            self._requests += requests
             self._condition.notify()
 
     def cancel(self, request_id: int) -> None:

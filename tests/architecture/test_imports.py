@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "admission": NOUNS | {"text"},
     "results": NOUNS | {"text"},
     "llm": NOUNS | {"text", "executor", "admission", "results"},
-    "triton_io": NOUNS | {"text", "llm", "executor.iteration_stats"},
+    "triton_io": NOUNS | {"text", "llm", "admission", "executor.iteration_stats", "executor.histogram"},
 }
 NO_TORCH = (
     "core",

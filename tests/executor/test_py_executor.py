@@ -66,7 +66,7 @@ class Harness:
         stop = kwargs.pop("stop", None) or StopConditions(max_tokens)
         request = LlmRequest(self.next_id, prompt, SamplingParams(max_tokens=max_tokens), stop, sink, **kwargs)
         self.next_id += 1
-        self.executor.enqueue(request)
+        self.executor.enqueue([request])
         return request, sink
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -189,7 +189,7 @@ def test_three_failures_in_a_row_stop_the_engine_and_say_so() -> None:
         sinks.append(harness.submit([1, 2])[1])
         assert sinks[-1].done.wait(10)
     deadline = time.monotonic() + 10
-    with pytest.raises(ShutdownError, match="stopped after an internal failure"):
+    with pytest.raises(ShutdownError, match="stopped after 3 failed steps in a row"):
         while time.monotonic() < deadline:
             harness.submit([1, 2])
             time.sleep(0.01)
@@ -257,3 +257,49 @@ def test_cancelling_wakes_an_idle_executor_and_unknown_ids_are_harmless() -> Non
     assert sink.done.wait(10)
     harness.executor.shutdown()
     assert sink.token_ids == continuation([1, 2], 8)
+
+
+def test_the_final_output_tells_what_a_request_took_and_when() -> None:
+    harness = Harness()
+    before = time.monotonic()
+    _, first = harness.submit([5, 6, 7, 8, 9], max_tokens=8, arrival_time=before)  # stores 12 tokens: 3 blocks
+    harness.run()
+    _, second = harness.submit([5, 6, 7, 8, 9], max_tokens=8, arrival_time=before)
+    harness.run()
+    assert first.final.kv_usage == (3, 0) and second.final.kv_usage == (2, 1)
+    for output in first.outputs[:-1]:
+        assert output.kv_usage is None and output.times is None
+    times = first.final.times
+    assert times is not None and times.first_scheduled is not None
+    assert times.first_token is not None and times.last_token is not None
+    assert before == times.arrival <= times.first_scheduled <= times.first_token < times.last_token < time.monotonic()
+
+
+def test_a_request_that_never_ran_took_nothing() -> None:
+    harness = Harness(max_batch_size=1)
+    harness.submit([5, 6, 7])
+    waiting, sink = harness.submit([8, 9], arrival_time=3.0)
+    harness.executor.step()
+    harness.executor.cancel(waiting.request_id)
+    harness.run()
+    assert (sink.final.kv_usage, sink.final.times) == ((0, 0), (3.0, None, None, None))
+
+
+def test_a_cancelled_request_tells_what_it_took() -> None:
+    harness = Harness()
+    request, sink = harness.submit([5, 6, 7, 8, 9], max_tokens=50)
+    for _ in range(5):
+        harness.executor.step()
+    harness.executor.cancel(request.request_id)
+    harness.run()
+    assert sink.final.kv_usage == (3, 0), "9 tokens are stored"
+
+
+def test_usage_counts_what_was_taken_again_after_a_pause() -> None:
+    harness = Harness(num_blocks=6, capacity_policy="max_utilization")
+    sinks = [harness.submit([i] * 8, max_tokens=9, arrival_time=float(i))[1] for i in range(1, 3)]
+    harness.run()
+    assert harness.executor.stats().num_paused_total > 0
+    assert sinks[0].final.kv_usage == (4, 0)
+    usage = sinks[1].final.kv_usage
+    assert usage is not None and usage.num_allocated_blocks + usage.num_reused_blocks > 4

@@ -5,32 +5,24 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pytest
+from embedded_server import find_server, prepare_backends
 from launch_triton_server import build_parser, host_warning, main, options_from
-from triton_process import PortInUseError, check_ports, group_members
+from triton_process import PortInUseError, check_ports
 from triton_server import ADMIN_HEADER, GRPC_ADMIN_HEADER, ServerOptions, ServerStartError, TritonServer
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
+from tests.support.launched import ECHO, SCRIPT, Launched, post, server_on, shared_memory
 from tests.support.server import free_ports, running_server, write_model
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_triton_server.py"
-ECHO = """
-class TritonPythonModel:
-    def execute(self, requests):
-        inputs = [pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array)]) for array in inputs]
-"""
 # Streams ticks until the drain file appears, then ends the stream and says so, as the engine model does.
 TICKER = """
 import os, threading, time
@@ -70,70 +62,10 @@ class TritonPythonModel:
 """
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("inflight_", "triton_python"))}
-
-
 def text_input(text: str) -> InferInput:
     tensor = InferInput("IN", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([text.encode()], dtype=object))
     return tensor
-
-
-def post(url: str, body: object, headers: dict[str, str] | None = None) -> tuple[int, str]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers or {})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-class Launched:
-    """The launcher as a process of its own, on free ports, its output read line by line."""
-
-    def __init__(self, repository: Path, scratch: Path, *arguments: str) -> None:
-        self.http_port, self.grpc_port, metrics_port = free_ports()
-        self.cache = scratch / "cache"
-        ports = ["--http_port", str(self.http_port), "--grpc_port", str(self.grpc_port)]
-        ports += ["--metrics_port", str(metrics_port)]
-        self.shared_memory_before = shared_memory()
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--model_repo", str(repository), *ports, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"INFLIGHT_CACHE": str(self.cache)},
-        )
-
-    def read_until(self, word: str) -> list[str]:
-        """Lines of standard output up to the first that contains ``word``."""
-        lines = []
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            lines.append(line)
-            if word in line:
-                return lines
-        raise AssertionError(f"the output ended without {word!r}: {lines}, {self.error_text()}")
-
-    def error_text(self) -> str:
-        stream: IO[str] | None = self.process.stderr
-        assert stream is not None
-        return stream.read()
-
-    def server_pid(self) -> int:
-        """The server process: the child of the launcher that leads its own group and is no shell."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        names = {int(pid): Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
-        return next(pid for pid, name in names.items() if name == "tritonserver")
-
-    def assert_nothing_left(self, server_pid: int, timeout_s: float = 0.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and (group_members(server_pid) or list((self.cache / "run").iterdir())):
-            time.sleep(0.1)
-        assert group_members(server_pid) == []
-        assert shared_memory() - self.shared_memory_before == set()
-        assert list((self.cache / "run").iterdir()) == []
 
 
 @pytest.fixture
@@ -265,17 +197,6 @@ def test_a_killed_launcher_leaves_nothing_behind(repository: Path, tmp_path: Pat
 
 
 @pytest.mark.triton
-def test_a_server_that_dies_is_told(repository: Path, tmp_path: Path) -> None:
-    launched = Launched(repository, tmp_path)
-    launched.read_until("model control key")
-    server_pid = launched.server_pid()
-    os.kill(server_pid, signal.SIGKILL)
-    assert launched.process.wait(timeout=20) == 1
-    assert launched.error_text().startswith("error: the server ended by itself with exit code -9: ")
-    launched.assert_nothing_left(server_pid)
-
-
-@pytest.mark.triton
 def test_a_model_that_fails_to_load_gives_one_line(repository: Path, tmp_path: Path) -> None:
     write_model(repository, "broken", BROKEN)
     launched = Launched(repository, tmp_path)
@@ -283,7 +204,7 @@ def test_a_model_that_fails_to_load_gives_one_line(repository: Path, tmp_path: P
     expected = "error: model 'broken' failed to load: RuntimeError: tokenizer_dir='/nope' has no tokenizer.json\n"
     assert launched.error_text() == expected
     assert list((tmp_path / "cache" / "run").iterdir()) == []
-    assert shared_memory() - launched.shared_memory_before == set()
+    assert shared_memory(launched.process.pid) == []
 
 
 @pytest.mark.triton
@@ -298,19 +219,40 @@ def test_a_model_folder_without_a_valid_config_gives_one_line(repository: Path, 
 
 
 @pytest.mark.triton
-def test_detach_returns_when_ready_and_kill_ends_it(repository: Path, tmp_path: Path) -> None:
-    launched = Launched(repository, tmp_path, "--detach")
+@pytest.mark.parametrize("arguments", [[], ["--detach"]])
+def test_it_returns_when_ready_and_killing_its_supervisor_ends_it(
+    repository: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    launched = Launched(repository, tmp_path, *arguments, foreground=False)
     lines = launched.read_until("model control key")
     assert launched.process.wait(timeout=30) == 0
-    status, _ = post(f"http://127.0.0.1:{launched.http_port}/v2/models/echo/generate", {"IN": "x"})
-    assert status == 200
-    launcher_pid = int(next(line for line in lines if line.startswith("ready;")).split()[-1])
-    os.kill(launcher_pid, signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while list((tmp_path / "cache" / "run").iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert launched.error_text() == "", "nobody holds its pipes any more"
+    assert launched.echo() == 200
+    server_pid = server_on(launched.http_port)
+    supervisor = int(next(line for line in lines if line.startswith("ready;")).split()[-1])
+    os.kill(supervisor, signal.SIGTERM)
+    launched.assert_nothing_left(server_pid, timeout_s=20)
+
+
+@pytest.mark.triton
+def test_a_start_that_fails_is_told_without_foreground_too(repository: Path, tmp_path: Path) -> None:
+    write_model(repository, "broken", BROKEN)
+    launched = Launched(repository, tmp_path, foreground=False)
+    assert launched.process.wait(timeout=60) == 1
+    assert launched.error_text().startswith("error: model 'broken' failed to load: RuntimeError: tokenizer_dir")
     assert list((tmp_path / "cache" / "run").iterdir()) == []
-    assert shared_memory() - launched.shared_memory_before == set()
+
+
+@pytest.mark.triton
+def test_an_interrupt_before_readiness_ends_the_supervisor_too(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    write_model(repository, "slow", SLOW)
+    launched = Launched(repository, tmp_path, foreground=False)
+    launched.read_until("slow: loading")
+    server_pid = server_on(launched.http_port)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.process.wait(timeout=30) == 0
+    launched.assert_nothing_left(server_pid)
 
 
 def test_a_taken_port_is_named_with_its_flag(repository: Path) -> None:
@@ -341,6 +283,20 @@ def test_a_repository_that_is_no_folder_is_named(tmp_path: Path) -> None:
         TritonServer(ServerOptions(tmp_path / "missing")).start()
 
 
+def test_the_backend_folder_lends_the_engine_models_own_adapter() -> None:
+    root = SCRIPT.parents[1]
+    lent = root / "backends" / "tensorrtllm" / "model.py"
+    assert lent.samefile(root / "model_repository" / "tensorrt_llm" / "1" / "model.py")
+    assert lent.is_symlink() and not lent.readlink().is_absolute()
+
+
+def test_the_backends_of_a_run_are_the_servers_and_ours(tmp_path: Path) -> None:
+    backends = prepare_backends(find_server(search_path=str(tmp_path)), tmp_path / "backends")
+    assert (backends / "tensorrtllm" / "model.py").is_file()
+    library = backends / "python" / "libtriton_python.so"
+    assert library.is_file() and not library.is_symlink(), "Triton Server refuses a link for backends made of Python"
+
+
 def test_host_warning_only_beyond_loopback() -> None:
     assert host_warning("127.0.0.1") == host_warning("localhost") == host_warning("::1") == ""
     assert "everyone who can reach this machine" in host_warning("0.0.0.0")
@@ -350,7 +306,7 @@ def test_flags_of_older_launchers_are_accepted(tmp_path: Path) -> None:
     flags = (
         "--world_size=1 --force --no-mpi --multi-model --log --oversubscribe --disable-spawn-processes "
         "--trtllm_llmapi_launch --exit_timeout 5 --tensorrt_llm_model_name a,b "
-        "--multimodal_gpu0_cuda_mem_pool_bytes 64 --grpc_port 9001"
+        "--multimodal_gpu0_cuda_mem_pool_bytes 64 --grpc_port 9001 --detach -f"
     )
     arguments = build_parser().parse_args([*flags.split(), "--model_repo", str(tmp_path)])
     options = options_from(arguments)
@@ -359,7 +315,9 @@ def test_flags_of_older_launchers_are_accepted(tmp_path: Path) -> None:
     assert options.log_path == Path("triton_log.txt").absolute()
 
 
-@pytest.mark.parametrize("arguments", [["--world_size", "2"], ["--http_port", "0"], ["--http_port", "70000"]])
+@pytest.mark.parametrize(
+    "arguments", [["--world_size", "2"], ["--http_port", "0"], ["--http_port", "70000"], ["--restart", "-1"]]
+)
 def test_flags_with_bad_values_are_refused(
     tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

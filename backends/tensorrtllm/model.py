@@ -1,0 +1,1 @@
+../../model_repository/tensorrt_llm/1/model.py
