@@ -5,8 +5,9 @@ question about cancellation after it) fails here. It answers nothing that it was
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -154,13 +155,21 @@ ROUTES: dict[str, Callable[[InferenceRequest], Iterator[InferenceResponse]]] = {
 
 
 class Metric:
-    """One sample. A counter cannot be set."""
+    """One sample. A counter cannot be set, a histogram has buckets and is observed alone."""
 
-    def __init__(self, family: "MetricFamily", labels: dict[str, str]) -> None:
+    def __init__(self, family: "MetricFamily", labels: dict[str, str], buckets: list[float] | None) -> None:
+        assert (buckets is not None) == (family.kind == MetricFamily.HISTOGRAM), (family.name, buckets)
         self.family = family
         self.labels = labels
+        self.buckets = buckets
+        self.observed: list[float] = []
         self.num = 0.0
         self.num_calls = 0
+
+    def observe(self, number: float) -> None:
+        assert self.family.kind == MetricFamily.HISTOGRAM and type(number) is float
+        self.observed.append(number)
+        self.num_calls += 1
 
     def set(self, number: float) -> None:
         assert self.family.kind == MetricFamily.GAUGE
@@ -168,6 +177,7 @@ class Metric:
         self.num_calls += 1
 
     def increment(self, number: float) -> None:
+        assert self.family.kind != MetricFamily.HISTOGRAM
         assert self.family.kind == MetricFamily.GAUGE or number >= 0
         self.num += number
         self.num_calls += 1
@@ -176,7 +186,7 @@ class Metric:
 class MetricFamily:
     """A family and the samples it has made."""
 
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self.name = name
@@ -184,9 +194,19 @@ class MetricFamily:
         self.kind = kind
         self.metrics: list[Metric] = []
 
-    def Metric(self, labels: dict[str, str]) -> Metric:
-        self.metrics.append(Metric(self, labels))
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
+        self.metrics.append(Metric(self, labels, buckets))
         return self.metrics[-1]
+
+
+class Logger:
+    """Keeps verbose lines in ``lines``, the last ones."""
+
+    lines: ClassVar[deque[str]] = deque(maxlen=1000)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        Logger.lines.append(message)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:

@@ -72,13 +72,20 @@ def test_set_up_finds_all_it_reads_before_the_code_is_copied() -> None:
     assert {path.name for path in ROOT.glob("requirements*.txt")} <= copied
 
 
-def test_compose_publishes_the_three_ports_on_loopback_only(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
+def servers(compose: dict[str, Any]) -> list[dict[str, Any]]:
+    return [service for name, service in compose["services"].items() if name.startswith("inflight")]
+
+
+def test_compose_publishes_on_loopback_only(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["ports"] and all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+    assert len(servers(compose)) == 2
+    for service in servers(compose):
         assert service["ports"] == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002)]
 
 
 def test_compose_checks_readiness_and_leaves_time_to_stop(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
+    for service in servers(compose):
         assert HEALTH_URL in service["healthcheck"]["test"][-1]
         assert int(service["stop_grace_period"].rstrip("s")) > 10
         assert service["shm_size"] == "1gb"
