@@ -10,11 +10,34 @@ from typing import NamedTuple
 import numpy as np
 
 from backend_engine.config.sampling_params import MAX_SEED, SamplingParams
-from backend_engine.core.request import StopConditions
+from backend_engine.core.protocols import OutputSink
+from backend_engine.core.request import DEFAULT_PRIORITY, StopConditions
 from backend_engine.errors import InvalidRequestError
 from backend_engine.text.tokenizer import Tokenizer
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """One sequence to generate, as ``LLM.submit_all`` takes it.
+
+    ``sink`` is called on the executor thread with each ``RequestOutput`` and must neither block nor raise; the last
+    one has ``finished``. ``priority``: 1 = most urgent .. ``MAX_PRIORITY``. ``deadline_s`` and ``queue_timeout_s``
+    count from now. ``seed`` ``None`` = the sampling parameters' one, or a fresh one; sequence ``sequence_index`` uses
+    one of its own that follows from it.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    sink: OutputSink
+    client_id: str = ""
+    cache_salt: str = ""
+    priority: int = DEFAULT_PRIORITY
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+    seed: int | None = None
+    sequence_index: int = 0
 
 
 class AdmissionLimits(NamedTuple):

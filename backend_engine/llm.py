@@ -8,7 +8,7 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,9 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from backend_engine import admission
+from backend_engine.admission import Submission
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.sampling_params import SamplingParams
-from backend_engine.core.outputs import RequestOutput
 from backend_engine.core.protocols import StopMatcher
 from backend_engine.core.request import LlmRequest, RequestLimits
 from backend_engine.errors import InvalidRequestError, ShutdownError
@@ -102,12 +102,9 @@ class LLM:
 
         handle = GenerationHandle(text, ids, streams, params.logprobs is not None, abort)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        try:
-            for index in range(params.n):
-                request_ids.append(self.submit(ids, params, handle.sink(index), seed=seed, sequence_index=index))
-        except Exception:
-            handle.abort()
-            raise
+        request_ids += self.submit_all(
+            [Submission(ids, params, handle.sink(index), seed=seed, sequence_index=index) for index in range(params.n)]
+        )
         return handle
 
     def chat(self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None) -> GenerationResult:
@@ -120,52 +117,48 @@ class LLM:
             raise InvalidRequestError("chat needs a tokenizer, and this engine was started without one")
         return ChatTemplate(self.tokenizer)
 
-    def submit(  # noqa: PLR0913 - the full request, by keyword
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        sink: Callable[[RequestOutput], None],
-        *,
-        client_id: str = "",
-        cache_salt: str = "",
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        seed: int | None = None,
-        sequence_index: int = 0,
-    ) -> int:
-        """Queue one sequence and return its request id.
+    def submit(self, submission: Submission) -> int:
+        """Queue one sequence and return its request id; see ``submit_all``."""
+        return self.submit_all([submission])[0]
 
-        ``sink`` is called on the executor thread with each ``RequestOutput`` and must neither block nor raise; the
-        last one has ``finished``. ``deadline_s`` and ``queue_timeout_s`` count from now.
+    def submit_all(self, submissions: Sequence[Submission]) -> list[int]:
+        """Queue all sequences or, when one of them is refused, none; returns their request ids.
 
         Raises ``InvalidRequestError``, ``OutOfCapacityError`` (queue full) or ``ShutdownError``, and then never
-        calls ``sink``.
+        calls a sink.
         """
         if self._executor is None:
             raise ShutdownError("the engine has been shut down")
-        ids = admission.check_prompt(prompt_token_ids, self.limits)
-        params = admission.resolve_words(sampling_params, self.tokenizer)
-        stop = admission.stop_conditions(params, len(ids), self.limits)
-        base_seed = params.seed if seed is None else seed
         now = time.monotonic()
-        request = LlmRequest(
+        requests = [self._request(submission, now) for submission in submissions]
+        self._executor.enqueue(requests)
+        return [request.request_id for request in requests]
+
+    def _request(self, submission: Submission, now: float) -> LlmRequest:
+        """The checked and resolved request; ``now``: its arrival, ``time.monotonic`` seconds."""
+        ids = admission.check_prompt(submission.prompt_token_ids, self.limits)
+        params = admission.resolve_words(submission.sampling_params, self.tokenizer)
+        base_seed = params.seed if submission.seed is None else submission.seed
+        deadline_s, queue_timeout_s = submission.deadline_s, submission.queue_timeout_s
+        return LlmRequest(
             next(self._request_ids),
             ids,
             params,
-            stop,
-            sink,
+            admission.stop_conditions(params, len(ids), self.limits),
+            submission.sink,
             arrival_time=now,
-            client_id=client_id,
-            seed=admission.sequence_seed(secrets.randbits(64) if base_seed is None else base_seed, sequence_index),
-            cache_salt=cache_salt,
+            client_id=submission.client_id,
+            seed=admission.sequence_seed(
+                secrets.randbits(64) if base_seed is None else base_seed, submission.sequence_index
+            ),
+            cache_salt=submission.cache_salt,
+            priority=submission.priority,
             limits=RequestLimits(
                 None if deadline_s is None else now + deadline_s,
                 None if queue_timeout_s is None else now + queue_timeout_s,
             ),
             stop_matcher=self._stop_matcher(ids, params),
         )
-        self._executor.enqueue(request)
-        return request.request_id
 
     def cancel(self, request_id: int) -> None:
         """End a request soon; its sink gets a final output with ``cancelled``. Unknown ids are harmless."""

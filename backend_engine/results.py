@@ -10,14 +10,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from backend_engine.core.outputs import RequestOutput, TokenLogprobs
+import numpy as np
+
+from backend_engine.core.outputs import LogitsArray, RequestOutput, TokenLogprobs
 from backend_engine.errors import EngineError
 from backend_engine.text.text_stream import TextStream
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sequence so far. ``text`` and ``token_ids`` are cumulative, ``text_diff`` is what is new in them."""
+    """One sequence so far. ``text`` and ``token_ids`` are cumulative, ``text_diff`` is what is new in them.
+
+    ``generation_logits``: float32 ``[num_tokens, vocab_size]``, when asked for.
+    """
 
     index: int
     text: str
@@ -26,6 +31,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    generation_logits: LogitsArray | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -35,13 +41,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One prompt and its sequences. ``prompt`` is ``None`` when token ids were given."""
+    """One prompt and its sequences. ``prompt`` is ``None`` when token ids were given.
+
+    ``context_logits``: float32 ``[prompt_tokens, vocab_size]``, when asked for, once all of them are there.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    context_logits: LogitsArray | None = None
 
 
 class _Sequence:
@@ -54,6 +64,8 @@ class _Sequence:
         self._diff = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = [] if wants_logprobs else None
+        self._generation_logits: list[LogitsArray] = []
+        self._context_logits: list[LogitsArray] = []
         self.last: RequestOutput | None = None
         self.error: EngineError | None = None
 
@@ -61,10 +73,14 @@ class _Sequence:
         self._token_ids.extend(output.token_ids)
         if self._logprobs is not None:
             self._logprobs.extend(output.logprobs or ())
+        if output.generation_logits is not None:
+            self._generation_logits.append(output.generation_logits)
+        if output.context_logits is not None:
+            self._context_logits.append(output.context_logits)
         if self._stream is not None:
             piece = self._stream.append(output.token_ids)
             if output.finished:
-                piece += self._stream.finish(output.finish_reason == "stop")
+                piece += self._stream.finish()
             self._diff += piece
         if output.finished:
             self.last = output
@@ -83,7 +99,15 @@ class _Sequence:
             None if self._logprobs is None else list(self._logprobs),
             str(last.finish_reason) if last and last.finish_reason else None,
             last.stop_reason if last else None,
+            np.concatenate(self._generation_logits) if self._generation_logits else None,
         )
+
+    def context_logits(self, num_prompt_tokens: int) -> LogitsArray | None:
+        """Those of the whole prompt, or ``None``."""
+        if sum(map(len, self._context_logits)) != num_prompt_tokens:
+            return None
+        self._context_logits = [np.concatenate(self._context_logits)]
+        return self._context_logits[0]
 
 
 class GenerationHandle:
@@ -173,6 +197,7 @@ class GenerationHandle:
             [sequence.snapshot() for sequence in self._sequences],
             self._all_finished(),
             max((usage.num_cached_tokens for usage in usages), default=0),
+            self._sequences[0].context_logits(len(self._prompt_token_ids)),
         )
 
     def _all_finished(self) -> bool:

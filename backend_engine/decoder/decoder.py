@@ -11,17 +11,22 @@ from backend_engine.core.batch import SchedulerOutput
 from backend_engine.core.outputs import DecoderOutput, TokenLogprobs
 from backend_engine.core.request import LlmRequest
 from backend_engine.decoder.logprobs import LogprobTensors, compute_logprobs, token_logprobs
+from backend_engine.decoder.requested_logits import RequestedLogits, requested_logits
 from backend_engine.decoder.sampling_batch import RequestSampling, SamplingBatch
+from backend_engine.ops.step_logits import StepLogits
 
 
 class DecodeHandle:
-    """Tokens of one step that the device may still be working on."""
+    """Tokens of one step, and the logits that requests asked for, that the device may still be working on."""
 
-    def __init__(self, token_ids: Tensor, logprobs: LogprobTensors | None, batch: SamplingBatch) -> None:
+    def __init__(
+        self, token_ids: Tensor, logprobs: LogprobTensors | None, logits: RequestedLogits, batch: SamplingBatch
+    ) -> None:
         is_cuda = token_ids.is_cuda
         # Copies to the host without blocking land in pinned memory; the event says when they are there.
         self._token_ids = token_ids.to("cpu", non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to_host()
+        self._logits = logits.to_host()
         self._batch = batch
         self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         if self._event is not None:
@@ -32,14 +37,15 @@ class DecodeHandle:
         if self._event is not None:
             self._event.synchronize()
         token_ids: list[int] = self._token_ids.tolist()
-        if self._logprobs is None:
-            return DecoderOutput(token_ids)
-        rows = self._batch.logprob_row_ids
-        asked = token_logprobs(self._logprobs, [token_ids[row] for row in rows], self._batch.num_top_logprobs)
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for row, entry in zip(rows, asked, strict=True):
-            logprobs[row] = entry
-        return DecoderOutput(token_ids, logprobs)
+        generation_logits, context_logits = self._logits.by_request()
+        logprobs: list[TokenLogprobs | None] | None = None
+        if self._logprobs is not None:
+            rows = self._batch.logprob_row_ids
+            asked = token_logprobs(self._logprobs, [token_ids[row] for row in rows], self._batch.num_top_logprobs)
+            logprobs = [None] * len(token_ids)
+            for row, entry in zip(rows, asked, strict=True):
+                logprobs[row] = entry
+        return DecoderOutput(token_ids, logprobs, generation_logits, context_logits)
 
 
 class Decoder:
@@ -55,13 +61,14 @@ class Decoder:
         self._batch = SamplingBatch((), vocab_size, self._device)
 
     @torch.inference_mode()
-    def decode_async(self, logits: Tensor, output: SchedulerOutput) -> DecodeHandle:
-        """Choose the next token of each of ``output.logits_rows`` from ``logits [num_rows, vocab_size]``.
+    def decode_async(self, step_logits: StepLogits, output: SchedulerOutput) -> DecodeHandle:
+        """Choose the next token of each of ``output.logits_rows`` from ``step_logits``.
 
         Any floating type. The work is done on return on a CPU and launched on CUDA. Each request must know all its
         tokens so far: the next one's random number goes by ``len(output_token_ids)``.
         """
         requests = [row.request for row in output.logits_rows]
+        logits = step_logits.next_token
         assert logits.shape == (len(requests), self._vocab_size), (logits.shape, len(requests), self._vocab_size)
         if not self._batch.is_current(requests):
             self._batch = SamplingBatch(
@@ -74,7 +81,7 @@ class Decoder:
             rows = batch.logprob_rows
             asked = (logits, token_ids) if rows is None else (logits[rows], token_ids[rows])
             logprobs = compute_logprobs(*asked, max(batch.num_top_logprobs))
-        return DecodeHandle(token_ids, logprobs, batch)
+        return DecodeHandle(token_ids, logprobs, requested_logits(step_logits, requests), batch)
 
     def remove(self, request_id: int) -> None:
         """Forget a request; unknown ids are fine."""

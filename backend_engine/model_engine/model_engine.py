@@ -12,6 +12,7 @@ from backend_engine.errors import ConfigError
 from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.model_engine.model_inputs import EngineLimits, ModelInputsBuilder
 from backend_engine.model_engine.model_loader import LoadedModel
+from backend_engine.ops.step_logits import StepLogits
 
 
 class ModelEngine:
@@ -40,15 +41,19 @@ class ModelEngine:
         return self._loaded.kv_specs
 
     @torch.inference_mode()
-    def forward(self, output: SchedulerOutput, block_tables: IntArray) -> torch.Tensor:
+    def forward(self, output: SchedulerOutput, block_tables: IntArray) -> StepLogits:
         """Compute the rows, writing their keys and values into their blocks.
 
-        ``block_tables``: int32 ``[batch_size, max_blocks]``, aligned with ``output.rows``. Returns float32 logits
-        ``[len(output.logits_rows), vocab_size]``, aligned with ``output.logits_rows``.
+        ``block_tables``: int32 ``[batch_size, max_blocks]``, aligned with ``output.rows``.
         """
         inputs = self._inputs.build(output, block_tables)
         self._loaded.attention.prepare(inputs.attention)
         logits: torch.Tensor = self._loaded.model(
             inputs.input_ids, inputs.position_ids, inputs.logits_indices, self._pool.layers
         )
-        return logits
+        num_next = len(output.logits_rows)
+        if not inputs.context_logits:
+            return StepLogits(logits)
+        parts = torch.split(logits[num_next:], [count for _, count in inputs.context_logits])
+        context = zip((request_id for request_id, _ in inputs.context_logits), parts, strict=True)
+        return StepLogits(logits[:num_next], tuple(context))

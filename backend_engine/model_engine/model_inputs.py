@@ -27,13 +27,17 @@ class EngineLimits:
 @dataclass(frozen=True)
 class ModelInputs:
     """int32 tensors: ``input_ids, position_ids [num_tokens]``, ``logits_indices [num_logits]`` (tokens whose logits
-    are wanted, aligned with ``SchedulerOutput.logits_rows``), and what attention needs.
+    are wanted), and what attention needs.
+
+    The first logits are those of ``SchedulerOutput.logits_rows``; then, for each of ``context_logits``, a request id
+    and a number of tokens, come those of that many prompt tokens of this request.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     logits_indices: Tensor
     attention: AttentionMetadata
+    context_logits: tuple[tuple[int, int], ...] = ()
 
 
 class ModelInputsBuilder:
@@ -43,7 +47,7 @@ class ModelInputsBuilder:
         self._tokens_per_block = tokens_per_block
         self._device = device
         max_blocks = -(-limits.max_seq_len // tokens_per_block)
-        self._capacity = 3 * limits.max_num_tokens + limits.max_batch_size * (3 + max_blocks)
+        self._capacity = 4 * limits.max_num_tokens + limits.max_batch_size * (3 + max_blocks)
         self._buffer = np.zeros(self._capacity, np.int32)
         self._tensor = torch.from_numpy(self._buffer)
         self._arange = np.arange(max(limits.max_num_tokens, limits.max_batch_size), dtype=np.int32)
@@ -65,12 +69,10 @@ class ModelInputsBuilder:
             num_rows,
             width,
         )
-        used = 3 * num_tokens + num_rows * (3 + width)
-        assert used <= self._capacity, (num_tokens, num_rows, width, self._capacity)
-
-        logits = self._logits_indices(output, q_lens)
+        logits, context_logits = self._logits_indices(output, q_lens)
         lengths = [num_tokens, num_tokens, num_tokens, num_rows, num_rows, num_rows * width, len(logits)]
         bounds = np.cumsum([0, *lengths]).tolist()
+        assert bounds[-1] <= self._capacity, (num_tokens, num_rows, width, len(logits), self._capacity)
         pieces = [self._buffer[a:b] for a, b in itertools.pairwise(bounds)]
         ids, positions, slots, q_out, kv_out, tables, logits_out = pieces
         self._write_ids(output, ids)
@@ -100,7 +102,7 @@ class ModelInputsBuilder:
             kv_lens_host=kv_out,
             block_tables_host=tables,
         )
-        return ModelInputs(parts[0], parts[1], parts[6], metadata)
+        return ModelInputs(parts[0], parts[1], parts[6], metadata, context_logits)
 
     def _q_lens(self, output: SchedulerOutput) -> IntArray:
         q_lens = np.ones(output.batch_size, np.int32)
@@ -108,10 +110,21 @@ class ModelInputsBuilder:
         assert int(q_lens.sum()) == output.num_tokens, "a generation row has more than one token"
         return q_lens
 
-    def _logits_indices(self, output: SchedulerOutput, q_lens: IntArray) -> IntArray:
+    def _logits_indices(
+        self, output: SchedulerOutput, q_lens: IntArray
+    ) -> tuple[IntArray, tuple[tuple[int, int], ...]]:
+        """Tokens of the step whose logits are wanted, and how many of them, at the end, are whose context logits."""
         last_tokens = np.cumsum(q_lens, dtype=np.int32) - np.int32(1)
         wanted: IntArray = last_tokens[np.array([row.needs_logits for row in output.rows])]
-        return wanted
+        counts: list[tuple[int, int]] = []
+        parts = [wanted]
+        for index, row in enumerate(output.context):
+            first, end = row.context_logits_range()
+            if first < end:
+                first_token = int(last_tokens[index]) + 1 - row.num_tokens - row.start
+                parts.append(np.arange(first_token + first, first_token + end, dtype=np.int32))
+                counts.append((row.request.request_id, end - first))
+        return (np.concatenate(parts) if counts else wanted), tuple(counts)
 
     def _write_ids(self, output: SchedulerOutput, ids: IntArray) -> None:
         end = 0

@@ -2,6 +2,7 @@
 after it. Called by the composition root; starts nothing and logs nothing (progress goes to a callback).
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass
 
@@ -51,18 +52,20 @@ def load_model(
     device: str,
     attention_backend: str = "auto",
     progress: Progress | None = None,
+    max_attention_window: tuple[int, ...] | None = None,
 ) -> LoadedModel:
     """Build the model that config.json describes and fill it from the folder's safetensors files.
 
-    dtype: ``float32``, ``bfloat16`` or ``float16``; the checkpoint's is converted. Raises ``ModelLoadError`` for
-    what is wrong with the folder, ``ConfigError`` for an attention backend that cannot serve the model.
+    dtype: ``float32``, ``bfloat16`` or ``float16``; the checkpoint's is converted. max_attention_window: see
+    ``KvCacheConfig``. Raises ``ModelLoadError`` for what is wrong with the folder, ``ConfigError`` for an attention
+    backend that cannot serve the model.
     """
     config = read_hf_config(model_dir)
     try:
         family: Family = ARCHITECTURES.get(architecture(config))
     except ConfigError as error:
         raise ModelLoadError(f"config.json of {model_dir}: {error}") from None
-    spec = family.from_hf(config)
+    spec = dataclasses.replace(family.from_hf(config), max_windows=max_attention_window or ())
     options = TensorOptions(_DTYPES[dtype], torch.device(device))
     ops = TorchOps()
     backend = select_backend(attention_backend, attention_specs(spec), options.dtype, options.device)

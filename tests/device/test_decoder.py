@@ -11,6 +11,7 @@ from backend_engine.core.request import LlmRequest
 from backend_engine.decoder import decoder as decoder_module
 from backend_engine.decoder.decoder import Decoder
 from backend_engine.decoder.sampling_batch import SamplingBatch
+from backend_engine.ops.step_logits import StepLogits
 from tests.support.decoding import append, decode, make_request, step_of
 
 MIXED: list[dict[str, Any]] = [
@@ -51,21 +52,21 @@ def test_output_is_aligned_with_logits_rows() -> None:
     rows = tuple(ScheduledRequest(request, 3, 1, True) for request in requests[2:])
     output = SchedulerOutput(5, (chunk, whole), rows)
     logits = torch.eye(3, 6).flip(1)
-    handle = Decoder(6, "cpu").decode_async(logits, output)
+    handle = Decoder(6, "cpu").decode_async(StepLogits(logits), output)
     assert handle.wait().token_ids == [5, 4, 3]
     assert handle.wait() == handle.wait()
 
 
 def test_a_step_without_logits_rows() -> None:
     output = SchedulerOutput(0, (ScheduledRequest(make_request(prompt=[1, 2]), 0, 1, False),), ())
-    result = Decoder(6, "cpu").decode_async(torch.empty(0, 6), output).wait()
+    result = Decoder(6, "cpu").decode_async(StepLogits(torch.empty(0, 6)), output).wait()
     assert (result.token_ids, result.logprobs) == ([], None)
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (2, 5), (2, 7)])
 def test_logits_of_another_shape_are_a_bug(shape: tuple[int, int]) -> None:
     with pytest.raises(AssertionError, match=rf"\[{shape[0]}, {shape[1]}\]"):
-        Decoder(6, "cpu").decode_async(torch.zeros(shape), step_of([make_request(1), make_request(2)]))
+        Decoder(6, "cpu").decode_async(StepLogits(torch.zeros(shape)), step_of([make_request(1), make_request(2)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

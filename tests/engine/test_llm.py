@@ -1,6 +1,7 @@
 """``LLM`` from Python: results, streaming, sampling, ends, limits and refusals, on the table model."""
 
 import asyncio
+import dataclasses
 import math
 import threading
 import time
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from backend_engine import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
+from backend_engine.admission import Submission
 from backend_engine.core.outputs import RequestOutput
 from backend_engine.errors import ConfigError, InvalidRequestError, OutOfCapacityError, ShutdownError, StepFailedError
+from tests.support.waiting import eventually
 
 COUNT = " 1 2 3 4 5 end"
 
@@ -204,9 +207,9 @@ def test_queue_timeouts_and_deadlines(table_model_dir: str) -> None:
     scheduler = SchedulerConfig(max_batch_size=1, max_num_tokens=8)
     with LLM(table_model_dir, scheduler_config=scheduler, debug_step_delay_ms=10) as llm:
         ids = llm.tokenizer.encode("Long")
-        running = llm.submit(ids, SamplingParams(max_tokens=4000), sink, deadline_s=1.0)
+        running = llm.submit(Submission(ids, SamplingParams(max_tokens=4000), sink, deadline_s=1.0))
         time.sleep(0.1)
-        llm.submit(ids, SamplingParams(), sink, queue_timeout_s=0.2)
+        llm.submit(Submission(ids, SamplingParams(), sink, queue_timeout_s=0.2))
         assert done.acquire(timeout=30) and done.acquire(timeout=30)
     assert "in the queue" in str(finals[0].error)
     assert finals[1].request_id == running and finals[1].finish_reason == "timeout" and finals[1].error is None
@@ -231,8 +234,8 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(table_model_dir: str, 
         ({"max_batch_size": 64, "max_num_tokens": 32}, "max_num_tokens 32"),
         ({"max_seq_len": 10**6}, "max_position_embeddings"),
         ({"attention_backend": "magic"}, "attention backend 'magic'.*torch"),
-        ({"scheduler_config": SchedulerConfig(capacity_policy="greedy")}, "capacity policy 'greedy'"),
-        ({"scheduler_config": SchedulerConfig(waiting_queue_policy="lifo")}, "waiting queue policy 'lifo'"),
+        ({"scheduler_config": SchedulerConfig(capacity_policy="greedy")}, "capacity_policy 'greedy'"),
+        ({"scheduler_config": SchedulerConfig(waiting_queue_policy="lifo")}, "waiting_queue_policy 'lifo'"),
         ({"kv_cache_config": KvCacheConfig(tokens_per_block=0)}, "tokens_per_block 0"),
     ],
 )
@@ -245,3 +248,19 @@ def test_bfloat16_and_float16_run(table_model_dir: str) -> None:
     for dtype in ("bfloat16", "float16"):
         with LLM(table_model_dir, dtype=dtype) as llm:
             assert llm.generate("Count").outputs[0].text == COUNT
+
+
+def test_a_group_is_queued_as_a_whole_or_not_at_all(table_model_dir: str) -> None:
+    outputs: list[RequestOutput] = []
+    scheduler = SchedulerConfig(max_batch_size=1, max_num_tokens=8, max_queue_size=3)
+    with LLM(table_model_dir, scheduler_config=scheduler, debug_step_delay_ms=20) as llm:
+        ids = llm.tokenizer.encode("Count")
+        one = Submission(ids, SamplingParams(max_tokens=3), outputs.append)
+        with pytest.raises(OutOfCapacityError, match="Maximum queue size of 3"):
+            llm.submit_all([one] * 4)
+        with pytest.raises(InvalidRequestError, match="empty"):
+            llm.submit_all([one, dataclasses.replace(one, prompt_token_ids=[])])
+        assert not outputs and llm.stats().num_active == 0
+        request_ids = llm.submit_all([one] * 3)
+        assert eventually(lambda: sum(output.finished for output in outputs) == 3, 30)
+    assert {output.request_id for output in outputs} == set(request_ids)

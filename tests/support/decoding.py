@@ -17,6 +17,7 @@ from backend_engine.core.outputs import DecoderOutput
 from backend_engine.core.request import LlmRequest, StopConditions
 from backend_engine.decoder.decoder import Decoder
 from backend_engine.decoder.uniform import stream_keys, uniforms
+from backend_engine.ops.step_logits import StepLogits
 
 
 def make_request(
@@ -53,7 +54,7 @@ def step_of(requests: Sequence[LlmRequest]) -> SchedulerOutput:
 
 def decode(decoder: Decoder, logits: Tensor, requests: Sequence[LlmRequest]) -> DecoderOutput:
     """One step of the decoder, waited for."""
-    return decoder.decode_async(logits, step_of(requests)).wait()
+    return decoder.decode_async(StepLogits(logits), step_of(requests)).wait()
 
 
 def decode_alone(logits: Tensor, request: LlmRequest) -> int:
