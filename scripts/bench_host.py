@@ -54,7 +54,7 @@ def host_ms(num_running: int, num_queued: int, num_steps: int) -> float:
     params = SamplingParams(max_tokens=1000)
     for request_id in range(num_running + num_queued):
         prompt = [request_id % 5000, *range(15)]
-        executor.enqueue(LlmRequest(request_id, prompt, params, StopConditions(1000), lambda output: None))
+        executor.enqueue([LlmRequest(request_id, prompt, params, StopConditions(1000), lambda output: None)])
     while executor.stats().num_waiting > num_queued or executor.stats().num_context:
         executor.step()
     taken = []

@@ -5,6 +5,7 @@ Used by ``BlsService``, one call a request, in any thread. Other models are reac
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,24 +15,17 @@ from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import tensor_table
 from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, ModelCallError
+from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_parser import request_timeout_ms
-from backend_engine.triton_io.request_view import (
-    Array,
-    OptionReader,
-    ParameterGuard,
-    RequestView,
-    check_single_row,
-    first_text,
-)
+from backend_engine.triton_io.request_view import Array, OptionReader, RequestView, first_text
 from backend_engine.triton_io.response_builder import string_array
+from backend_engine.triton_io.unbuilt import refuse_features
 
 _log = get_logger(__name__)
 
 INT32_MAX = 2**31 - 1
-_PASSED_ON = (
-    "cum_log_probs", "output_log_probs", "finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens",
-)  # fmt: skip
+_PASSED_ON = tuple(row.name for row in tensor_table.MODELS[tensor_table.BLS].outputs if row.name != "text_output")
 _ENGINE_OUTPUTS = ("text_output", "error", "error_code", "more", *_PASSED_ON)
 _TRUE = np.ones((1, 1), np.bool_)
 _ABOUT_ANOTHER: dict[str, Array] = {
@@ -73,23 +67,30 @@ class BlsFlow:
         )
 
     def run(self, view: RequestView, inner_id: str, is_cancelled: Callable[[], bool]) -> Iterator[dict[str, Array]]:
-        """Yield the responses to a request: one unless it streams.
+        """Yield the responses to a request: one for each sequence, or many of them when it streams.
 
-        ``inner_id``: request id of the engine's request, fresh. ``InvalidRequestError`` and ``ModelCallError`` end it.
+        ``inner_id``: request id of the engine's request, fresh. ``InvalidRequestError`` and ``ModelCallError`` end it:
+        the error of one row ends them all.
         """
         self._guard.check(view)
-        _check(view)
-        engine_inputs = _engine_options(view)
-        engine_inputs |= self._preprocess(view, inner_id)
+        num_rows = _check(view)
+        engine_inputs = _engine_options(view, num_rows)
+        engine_inputs |= self._preprocess(view, num_rows, inner_id)
         if is_cancelled():
             raise ModelCallError(CANCELLED, CANCELLED_TEXT)
-        text = ""
-        for outputs in self._pieces(engine_inputs, inner_id):
-            piece = outputs["text_output"].reshape(-1)
-            if self._parameters.accumulate_tokens:
-                text += piece[0].decode("utf-8") if len(piece) else ""
-                piece = string_array(text).reshape(-1)
-            yield {"text_output": piece} | {name: outputs[name] for name in _PASSED_ON if name in outputs}
+        texts: dict[tuple[int, int], str] = defaultdict(str)
+        try:
+            for outputs in self._pieces(engine_inputs, num_rows, inner_id):
+                piece = outputs["text_output"].reshape(-1)
+                if self._parameters.accumulate_tokens:
+                    place = (_index(outputs, "batch_index"), _index(outputs, "sequence_index"))
+                    texts[place] += piece[0].decode("utf-8") if len(piece) else ""
+                    piece = string_array(texts[place]).reshape(-1)
+                yield {"text_output": piece} | {name: outputs[name] for name in _PASSED_ON if name in outputs}
+        except ModelCallError:
+            if num_rows > 1 or np.any(engine_inputs.get("num_return_sequences", 1) != 1):
+                self.stop(inner_id)
+            raise
 
     def stop(self, inner_id: str) -> None:
         """End the engine's request ``inner_id``; harmless when it has ended."""
@@ -98,9 +99,9 @@ class BlsFlow:
             if response.error is not None:
                 _log.warning("a stop request was refused: %s", response.error)
 
-    def _pieces(self, inputs: Mapping[str, Array], inner_id: str) -> Iterator[Mapping[str, Array]]:
+    def _pieces(self, inputs: Mapping[str, Array], num_rows: int, inner_id: str) -> Iterator[Mapping[str, Array]]:
         """What the engine says, one call a piece: see ``ResponseStream`` for why not one call for all of them."""
-        inputs = {**inputs, "piecewise": _TRUE}
+        inputs = {**inputs, "piecewise": np.tile(_TRUE, (num_rows, 1))}
         more = True
         while more:
             more = False
@@ -109,12 +110,12 @@ class BlsFlow:
                 yield outputs
             inputs = _ABOUT_ANOTHER | {"next_piece": _TRUE, "return_errors_in_band": _TRUE}
 
-    def _preprocess(self, view: RequestView, inner_id: str) -> dict[str, Array]:
-        inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": _TRUE}
+    def _preprocess(self, view: RequestView, num_rows: int, inner_id: str) -> dict[str, Array]:
+        inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": np.tile(_TRUE, (num_rows, 1))}
         for text_name, name in tensor_table.PREPROCESSING_FROM_TEXT.items():
             values = view.inputs.get(text_name)
             if values is not None and values.size:
-                inputs[name] = values.reshape(1, -1)
+                inputs[name] = values.reshape(num_rows, -1)
         names = [*tensor_table.ENGINE_FROM_PREPROCESSING, "ERROR", "ERROR_CODE"]
         result: dict[str, Array] = {}
         for outputs in _good(self._call_model(tensor_table.PREPROCESSING, inputs, names, inner_id, decoupled=False)):
@@ -143,35 +144,43 @@ def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
         raise failure
 
 
-def _check(view: RequestView) -> None:
-    """Refuse what only the BLS can name well."""
+def _index(outputs: Mapping[str, Array], name: str) -> int:
+    return int(outputs[name].reshape(-1)[0]) if name in outputs else 0
+
+
+def _check(view: RequestView) -> int:
+    """Refuse what only the BLS can name well; the number of rows."""
+    refuse_features(tensor_table.BLS, view.inputs)
     if "text_input" not in view.inputs:
         raise InvalidRequestError("text_input is required")
-    check_single_row(view, "text_input")
+    num_rows = view.num_rows("text_input")
+    view.rows("text_input")  # refuses inputs with another number of rows
     max_tokens = view.inputs.get("max_tokens")
-    if max_tokens is None or max_tokens.size != 1 or int(max_tokens.reshape(-1)[0]) < 1:
+    if max_tokens is None or max_tokens.size != num_rows or int(max_tokens.min()) < 1:
         got = "nothing" if max_tokens is None else max_tokens.reshape(-1)[:4].tolist()
         raise InvalidRequestError(f"max_tokens must be a single value > 0, got {got}")
+    return num_rows
 
 
-def _engine_options(view: RequestView) -> dict[str, Array]:
-    """Inputs of the engine model that need no preprocessing, from inputs and request parameters."""
+def _engine_options(view: RequestView, num_rows: int) -> dict[str, Array]:
+    """Inputs of the engine model that need no preprocessing ``[num_rows, 1]``, from inputs and request parameters."""
     inputs: dict[str, Array] = {}
     for text_name, engine_name in tensor_table.engine_from_text().items():
         values = view.inputs.get(text_name)
-        if values is not None and values.size != 1:
-            raise InvalidRequestError(f"{text_name} must be a single value, got {values.size} values")
-        if values is not None:
-            inputs[engine_name] = values.reshape(1, 1)
+        if values is None or values.size == 0:
+            continue
+        if values.size != num_rows:
+            raise InvalidRequestError(f"{text_name} must be a single value, got {values.size // num_rows} values")
+        inputs[engine_name] = values.reshape(num_rows, 1)
     reader = OptionReader(view, text_names=True)
     for option in tensor_table.OPTIONS:
         if option.as_parameter and option.field in view.parameters and option.token_name is not None:
-            inputs[option.token_name] = _as_tensor(reader, option)
+            inputs[option.token_name] = np.tile(_as_tensor(reader, option), (num_rows, 1))
     timeout_ms = request_timeout_ms(view)
     if timeout_ms is not None:
         limit = min(INT32_MAX, max(1, math.ceil(timeout_ms)))
-        sent = int(inputs["deadline_ms"].reshape(-1)[0]) if "deadline_ms" in inputs else 0
-        inputs["deadline_ms"] = np.array([[min(sent, limit) if sent > 0 else limit]], np.int32)
+        sent = inputs.get("deadline_ms", np.zeros((num_rows, 1), np.int32))
+        inputs["deadline_ms"] = np.where(sent > 0, np.minimum(sent, limit), limit).astype(np.int32)
     return inputs
 
 

@@ -6,7 +6,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from backend_engine.triton_io.tensor_table import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING
+from backend_engine.triton_io.tensor_rows import BLS, ENGINE, ENSEMBLE, POSTPROCESSING, PREPROCESSING
 
 Value = bool | int | float | str | None
 ALL = (PREPROCESSING, ENGINE, POSTPROCESSING, BLS, ENSEMBLE)
@@ -14,7 +14,11 @@ SHAPE = "(config)"
 
 
 class Status(StrEnum):
-    """What a value does: ``built`` = it counts, ``no effect`` and ``not built yet`` = accepted, with one log line."""
+    """What a value does.
+
+    ``built`` = it counts. ``no effect`` = accepted and named once in the log, for the reason that ``help`` gives.
+    ``not built yet`` = a value that asks for the feature fails the load; ``neutral`` ones do not.
+    """
 
     BUILT = "built"
     NO_EFFECT = "no effect"
@@ -25,8 +29,9 @@ class Parameter(NamedTuple):
     """One parameter. ``key`` is ``SHAPE`` for placeholders that stand in the config's own fields.
 
     ``placeholder`` is empty for keys that old configs hold and our templates do not.
-    ``kind``: path, text, int, float, bool, ids or a tuple of allowed words. ``low`` and ``high`` bound numbers.
-    ``default`` is text for the documentation; the readers own the values.
+    ``kind``: path, text, int, ints, float, bool, ids or a tuple of allowed words. ``low`` and ``high`` bound numbers.
+    ``default`` is text for the documentation; the readers own the values. ``neutral``: lower-case values of a feature
+    that is not built which do not ask for it.
     """
 
     key: str
@@ -38,18 +43,12 @@ class Parameter(NamedTuple):
     status: Status = Status.BUILT
     low: float | None = None
     high: float | None = None
+    neutral: tuple[str, ...] = ()
 
-    def doc_row(self) -> str:
-        """The parameter's line in docs/parameters.md."""
-        kind = " / ".join(self.kind) if isinstance(self.kind, tuple) else self.kind
-        if self.high is not None:
-            kind += f", {self.low:g} to {self.high:g}"
-        elif self.low is not None:
-            kind += f", {self.low:g} or more"
-        key = "field" if self.key == SHAPE else f"`{self.key}`"
-        placeholder = f"`{self.placeholder}`" if self.placeholder else "none"
-        models = "all" if self.models == ALL else ", ".join(self.models)
-        return f"| {placeholder} | {key} | {models} | {kind} | {self.default} | {self.status} | {self.help} |"
+    @property
+    def is_field(self) -> bool:
+        """True for a placeholder of the config's own fields."""
+        return self.key == SHAPE
 
 
 def _engine(
@@ -65,10 +64,14 @@ def _engine(
     return Parameter(key, placeholder or key, (ENGINE,), kind, default, help, Status.BUILT, low, high)
 
 
-def _other(
-    key: str, help: str, status: Status, models: tuple[str, ...] = (ENGINE,), placeholder: str = ""
+def _unused(key: str, help: str, models: tuple[str, ...] = (ENGINE,)) -> Parameter:
+    return Parameter(key, key, models, "text", "unset", help, Status.NO_EFFECT)
+
+
+def _unbuilt(
+    key: str, help: str, neutral: tuple[str, ...] = (), *, models: tuple[str, ...] = (ENGINE,), placeholder: str = ""
 ) -> Parameter:
-    return Parameter(key, placeholder or key, models, "text", "unset", help, status)
+    return Parameter(key, placeholder or key, models, "text", "unset", help, Status.NOT_BUILT, neutral=neutral)
 
 
 def _old(key: str, help: str, models: tuple[str, ...] = (ENGINE,)) -> Parameter:
@@ -92,6 +95,17 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "decoupled_mode", "decoupled_mode", (POSTPROCESSING,), "bool", "true",
         "Whether the engine is decoupled; false allows several postprocessing instances.",
+    ),
+    Parameter(
+        SHAPE, "logits_datatype", (ENGINE, BLS, ENSEMBLE), ("TYPE_FP32", "TYPE_FP16"), "required", "Type of all logits."
+    ),
+    Parameter(
+        SHAPE, "encoder_input_features_data_type", (ENGINE,), ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32"), "required",
+        "Type of encoder_input_features.",
+    ),
+    Parameter(
+        SHAPE, "prompt_embedding_table_data_type", (ENGINE, BLS, ENSEMBLE), ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32"),
+        "TYPE_FP16", "Type of prompt_embedding_table.",
     ),
     Parameter(SHAPE, "triton_backend", (ENGINE,), ("python", "tensorrtllm"), "required", "Name of the backend."),
     # Where things are.
@@ -118,6 +132,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "max_text_bytes", "max_text_bytes", (PREPROCESSING,), "int", "1048576", "Most bytes of a prompt's text.", low=1
     ),
+    Parameter("max_messages", "max_messages", (PREPROCESSING,), "int", "1024", "Most messages of a chat.", low=1),
     Parameter(
         "max_words", "max_words", (PREPROCESSING, ENGINE), "int", "128",
         "Most stop words, bad words or bias words of a request.", low=0,
@@ -133,26 +148,43 @@ PARAMETERS: tuple[Parameter, ...] = (
     # The engine.
     _engine(
         "gpt_model_type", ("inflight_fused_batching", "inflight_batching", "V1", "v1"), "inflight_fused_batching",
-        "Both in-flight words mean the same; V1 (static batching) is refused, not built yet.",
+        "Both in-flight words mean the same; V1 is static batching: a batch runs to its end before the next begins.",
         placeholder="batching_strategy",
     ),
     _engine(
-        "batch_scheduler_policy", ("guaranteed_no_evict", "max_utilization"), "guaranteed_no_evict",
-        "Who may hold KV cache: only requests that can finish, or as many as fit now (some are paused later).",
+        "batch_scheduler_policy", ("guaranteed_no_evict", "max_utilization", "static_batch"), "guaranteed_no_evict",
+        "Who may hold KV cache: only requests that can finish, as many as fit now (some are paused later), or one "
+        "batch after the other.",
     ),
-    _engine("waiting_queue_policy", ("fcfs", "shortest_first"), "fcfs", "Order of waiting requests."),
+    _engine(
+        "waiting_queue_policy", ("priority", "fcfs", "shortest_first"), "priority",
+        "Order of waiting requests; equal priorities are served as they come.",
+    ),
     _engine("max_batch_size", "int", "32", "Most requests in a step; may exceed triton_max_batch_size.", low=1),
     _engine("max_num_tokens", "int", "chosen", "Most tokens in a step.", low=1),
     _engine("max_seq_len", "int", "the model's", "Most tokens of a request, prompt and output together.", low=2),
     _engine("max_queue_size", "int", "0", "Most waiting requests; 0 = no limit.", low=0),
     _engine("enable_chunked_context", "bool", "true", "Split long prompts over several steps."),
     _engine("chunk_unit_size", "int", "1", "Chunks are multiples of this many tokens.", low=1),
+    _engine(
+        "context_chunking_policy", ("first_come_first_served", "equal_progress"), "first_come_first_served",
+        "Which long prompts a step's tokens go to: the oldest, or all alike.",
+    ),
+    _engine(
+        "kv_cache_layout", ("paged", "contiguous"), "paged",
+        "Blocks of tokens_per_block tokens, or one run of max_seq_len tokens a request (without reuse).",
+    ),
     _engine("tokens_per_block", "int", "32", "Tokens a block of the KV cache holds.", low=1),
     _engine("max_tokens_in_paged_kv_cache", "int", "from memory", "Size of the KV cache in tokens.", low=1),
     _engine(
         "kv_cache_free_gpu_mem_fraction", "float", "0.9", "Share of free GPU memory for the KV cache.", low=0, high=1
     ),
     _engine("enable_kv_cache_reuse", "bool", "true", "Reuse the KV cache for prompts with the same beginning."),
+    _engine(
+        "max_attention_window_size", "ints", "the model's",
+        "Most recent tokens a layer sees: one value a layer, separated by commas, repeated over the layers.", low=1,
+    ),
+    _engine("max_beam_width", "int", "1", "Requests above it are refused; so are beams over 1, not built yet.", low=1),
     _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and KV cache."),
     _engine("device", ("auto", "cpu", "cuda"), "auto", "Where the model runs."),
     _engine("attention_backend", "text", "auto", "Which attention implementation."),
@@ -169,8 +201,19 @@ PARAMETERS: tuple[Parameter, ...] = (
         "How often clients are asked whether they are still there.", low=1,
     ),
     _engine("stats_check_period_ms", "int", "100", "How often the metrics are refreshed.", low=1),
+    _engine("iter_stats_max_iterations", "int", "1000", "Iterations whose statistics are kept.", low=0),
+    _engine("step_timeout_ms", "int", "0", "A longer step counts as stuck; 0 = chosen from the model's size.", low=0),
+    _engine(
+        "max_logits_bytes", "int", "67108864",
+        "Most bytes of context and generation logits together that a request may ask for.", low=0,
+    ),
+    Parameter(
+        "max_sequences", "max_sequences", (PREPROCESSING, ENGINE), "int", "64",
+        "Most rows of a request, and rows times num_return_sequences.", low=1,
+    ),
     _engine("debug_step_delay_ms", "float", "0", "For tests: every step takes at least this long.", low=0),
     _engine("debug_fail_on_tokens", "ids", "unset", "For tests: a step with exactly these tokens fails."),
+    _engine("debug_hang_on_tokens", "ids", "unset", "For tests: a step with exactly these tokens never returns."),
     # The BLS.
     Parameter("accumulate_tokens", "accumulate_tokens", (BLS,), "bool", "false", "Stream the whole text each time."),
     Parameter(
@@ -185,51 +228,46 @@ PARAMETERS: tuple[Parameter, ...] = (
     _old("worker_path", "Old spelling of executor_worker_path."),
     _old("FORCE_CPU_ONLY_INPUT_TENSORS", "Inputs are read on the CPU in any case."),
     _old("tokenizer_type", "The tokenizer's folder says what it is.", (PREPROCESSING, POSTPROCESSING)),
-    _other("multi_block_mode", "A choice of the attention kernel.", Status.NO_EFFECT),
-    _other("enable_context_fmha_fp32_acc", "Sums are in float32 in any case.", Status.NO_EFFECT),
-    _other("enable_trt_overlap", "Belongs to another runtime.", Status.NO_EFFECT),
-    _other("gpu_weights_percent", "Weights are not streamed.", Status.NO_EFFECT),
-    _other("xgrammar_tokenizer_info_path", "The tokenizer itself suffices.", Status.NO_EFFECT),
-    _other("recv_poll_period_ms", "There is no process to poll.", Status.NO_EFFECT),
-    _other("iter_stats_max_iterations", "The last 1000 iterations are kept.", Status.NO_EFFECT),
-    _other("request_stats_max_iterations", "Statistics are kept per iteration.", Status.NO_EFFECT),
-    _other("kv_cache_onboard_blocks", "There is no host tier.", Status.NO_EFFECT),
-    _other("normalize_log_probs", "Applies to beam widths over 1 only.", Status.NO_EFFECT),
-    _other("lora_cache_optimal_adapter_size", "Page sizes of another runtime.", Status.NO_EFFECT),
-    _other("lora_cache_max_adapter_size", "Page sizes of another runtime.", Status.NO_EFFECT),
-    _other("logits_datatype", "No logits are returned yet.", Status.NO_EFFECT, (ENGINE, BLS, ENSEMBLE)),
-    _other("encoder_input_features_data_type", "There are no encoders yet.", Status.NO_EFFECT),
-    _other(
-        "prompt_embedding_table_data_type", "No embedding tables yet.", Status.NO_EFFECT, (ENGINE, BLS, ENSEMBLE)
+    _unused("multi_block_mode", "A choice of the attention kernel, which we make."),
+    _unused("enable_context_fmha_fp32_acc", "Sums are in float32 in any case."),
+    _unused("enable_trt_overlap", "Belongs to another runtime."),
+    _unused("gpu_weights_percent", "Weights are not streamed."),
+    _unused("xgrammar_tokenizer_info_path", "The tokenizer itself suffices."),
+    _unused("recv_poll_period_ms", "There is no process to poll."),
+    _unused("request_stats_max_iterations", "Statistics are kept per iteration."),
+    _unused("kv_cache_host_memory_bytes", "The KV cache has no host tier yet; answers are the same without."),
+    _unused("kv_cache_onboard_blocks", "The KV cache has no host tier yet."),
+    _unused("cross_kv_cache_fraction", "Concerns encoder-decoder models."),
+    _unused("normalize_log_probs", "Applies to beam widths over 1."),
+    _unused("cuda_graph_mode", "There are no CUDA graphs yet; answers are the same without."),
+    _unused("cuda_graph_cache_size", "There are no CUDA graphs yet."),
+    _unused("gpu_device_ids", "The engine uses one device, the first that torch sees."),
+    _unused("participant_ids", "The engine is one process."),
+    _unused("num_nodes", "The engine is one process."),
+    _unused("lora_cache_optimal_adapter_size", "No LoRA adapters yet; requests with one are refused."),
+    _unused("lora_cache_max_adapter_size", "No LoRA adapters yet; requests with one are refused."),
+    _unused("lora_cache_gpu_memory_fraction", "No LoRA adapters yet; requests with one are refused."),
+    _unused("lora_cache_host_memory_bytes", "No LoRA adapters yet; requests with one are refused."),
+    _unused("lora_prefetch_dir", "No LoRA adapters yet; requests with one are refused."),
+    _unused("lookahead_window_size", "Counts with decoding_mode lookahead only."),
+    _unused("lookahead_ngram_size", "Counts with decoding_mode lookahead only."),
+    _unused("lookahead_verification_set_size", "Counts with decoding_mode lookahead only."),
+    _unused("medusa_choices", "Counts with decoding_mode medusa only."),
+    _unused("eagle_choices", "Counts with decoding_mode eagle only."),
+    _unused("speculative_decoding_fast_logits", "No speculative decoding yet; requests for it are refused."),
+    _unused("guided_decoding_backend", "No guided decoding yet; requests for it are refused."),
+    _unused("multimodal_model_path", "No images and video yet; requests with them are refused.", (PREPROCESSING,)),
+    _unused("hf_model_path", "No images and video yet; requests with them are refused.", (PREPROCESSING,)),
+    _unused("max_num_images", "No images and video yet; requests with them are refused.", (PREPROCESSING,)),
+    _unused("tensorrt_llm_draft_model_name", "No speculative decoding yet; requests for it are refused.", (BLS,)),
+    _unused("multimodal_encoders_name", "No images and video yet; requests with them are refused.", (BLS,)),
+    # Not built yet, and answers would differ without it.
+    _unbuilt(
+        "decoding_mode", "Speculative modes; plain sampling serves top_k, top_p, top_k_top_p and auto.",
+        ("top_k", "top_p", "top_k_top_p", "auto", "beam_search"),
     ),
-    # Accepted and told: the feature comes later.
-    _other("max_beam_width", "Beam search; requests above 1 are refused.", Status.NOT_BUILT),
-    _other("decoding_mode", "Only plain sampling.", Status.NOT_BUILT),
-    _other("max_attention_window_size", "A window of attention.", Status.NOT_BUILT),
-    _other("sink_token_length", "Attention sinks.", Status.NOT_BUILT),
-    _other("cross_kv_cache_fraction", "Encoder-decoder models.", Status.NOT_BUILT),
-    _other("encoder_model_path", "Encoder-decoder models.", Status.NOT_BUILT, placeholder="encoder_engine_dir"),
-    _other("kv_cache_host_memory_bytes", "KV cache in host memory.", Status.NOT_BUILT),
-    _other("gpu_device_ids", "Several GPUs.", Status.NOT_BUILT),
-    _other("participant_ids", "Several processes.", Status.NOT_BUILT),
-    _other("num_nodes", "Several machines.", Status.NOT_BUILT),
-    _other("cuda_graph_mode", "CUDA graphs.", Status.NOT_BUILT),
-    _other("cuda_graph_cache_size", "CUDA graphs.", Status.NOT_BUILT),
-    _other("lora_cache_gpu_memory_fraction", "LoRA adapters.", Status.NOT_BUILT),
-    _other("lora_cache_host_memory_bytes", "LoRA adapters.", Status.NOT_BUILT),
-    _other("lora_prefetch_dir", "LoRA adapters.", Status.NOT_BUILT),
-    _other("lookahead_window_size", "Lookahead decoding.", Status.NOT_BUILT),
-    _other("lookahead_ngram_size", "Lookahead decoding.", Status.NOT_BUILT),
-    _other("lookahead_verification_set_size", "Lookahead decoding.", Status.NOT_BUILT),
-    _other("medusa_choices", "Medusa decoding.", Status.NOT_BUILT),
-    _other("eagle_choices", "EAGLE decoding.", Status.NOT_BUILT),
-    _other("speculative_decoding_fast_logits", "Speculative decoding.", Status.NOT_BUILT),
-    _other("guided_decoding_backend", "Guided decoding.", Status.NOT_BUILT),
-    _other("multimodal_model_path", "Images and video.", Status.NOT_BUILT, (PREPROCESSING,)),
-    _other("hf_model_path", "Images and video.", Status.NOT_BUILT, (PREPROCESSING,)),
-    _other("max_num_images", "Images and video.", Status.NOT_BUILT, (PREPROCESSING,)),
-    _other("tensorrt_llm_draft_model_name", "Speculative decoding.", Status.NOT_BUILT, (BLS,)),
-    _other("multimodal_encoders_name", "Images and video.", Status.NOT_BUILT, (BLS,)),
+    _unbuilt("sink_token_length", "Attention sinks (StreamingLLM); 0 = none.", ("0",)),
+    _unbuilt("encoder_model_path", "Encoder-decoder models.", placeholder="encoder_engine_dir"),
 )  # fmt: skip
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
 from backend_engine.errors import ConfigError
 from backend_engine.logger import get_logger
+from backend_engine.triton_io.engine_request import RequestDefaults
+from backend_engine.triton_io.parameter_guard import MAX_EDITS, edit_distance
 from backend_engine.triton_io.parameter_table import Parameter, Status, parameters_of
-from backend_engine.triton_io.request_parser import RequestDefaults
-from backend_engine.triton_io.request_view import MAX_EDITS, edit_distance
-from backend_engine.triton_io.tensor_table import BLS, ENGINE, POSTPROCESSING, PREPROCESSING
+from backend_engine.triton_io.tensor_rows import BLS, ENGINE, FP32, POSTPROCESSING, PREPROCESSING
 from backend_engine.triton_io.word_lists import WordLimits
 
 _log = get_logger(__name__)
@@ -31,15 +31,13 @@ class ParameterReader:
         self._table = {parameter.key: parameter for parameter in parameters_of(model)}
         self._problems: list[str] = []
         self._values: dict[str, Any] = {}
-        self._told: dict[Status, list[str]] = {Status.NO_EFFECT: [], Status.NOT_BUILT: []}
+        self._without_effect: list[str] = []
         for key, entry in (model_config.get("parameters") or {}).items():
             raw = str(entry.get("string_value", "") if isinstance(entry, Mapping) else entry)
             if raw.strip() and not raw.strip().startswith("${"):
                 self._take(key, raw)
-        if self._told[Status.NO_EFFECT]:
-            _log.info("%s: parameters without effect here: %s", model, ", ".join(self._told[Status.NO_EFFECT]))
-        if self._told[Status.NOT_BUILT]:
-            _log.warning("%s: not built yet and ignored: %s", model, ", ".join(self._told[Status.NOT_BUILT]))
+        if self._without_effect:
+            _log.warning("%s: parameters without effect here: %s", model, " ".join(self._without_effect))
 
     def _take(self, key: str, raw: str) -> None:
         parameter = self._table.get(key)
@@ -50,8 +48,12 @@ class ParameterReader:
             else:
                 _log.warning("%s: unknown parameter %r is ignored", self._model, key)
             return
-        if parameter.status is not Status.BUILT:
-            self._told[parameter.status].append(f"{key}={raw}")
+        if parameter.status is Status.NO_EFFECT:
+            self._without_effect.append(f"{key}={raw}: {parameter.help}")
+            return
+        if parameter.status is Status.NOT_BUILT:
+            if raw.strip().lower() not in parameter.neutral:
+                self._problems.append(f"{_shown(parameter)} {raw!r} is not built yet: {parameter.help}")
             return
         try:
             self._values[key] = _convert(parameter, raw.strip() if parameter.kind != "path" else raw)
@@ -98,6 +100,12 @@ def _convert(parameter: Parameter, raw: str) -> Any:
         return raw.lower() in _TRUE
     if kind == "ids":
         return _id_lists(raw)
+    if kind == "ints":
+        one = parameter._replace(kind="int")
+        try:
+            return tuple(_number(one, part) for part in raw.split(","))
+        except ValueError as error:
+            raise ValueError(f"numbers separated by commas, each {error}") from None
     if kind in ("int", "float"):
         return _number(parameter, raw)
     return raw
@@ -151,6 +159,8 @@ class PreprocessingParameters:
     add_special_tokens: bool
     reject_unknown_parameters: bool
     max_text_bytes: int
+    max_messages: int
+    max_sequences: int
     word_limits: WordLimits
 
 
@@ -178,8 +188,6 @@ def read_engine(model_config: Mapping[str, Any]) -> EngineParameters:
     """Parameters of ``tensorrt_llm``. ``ConfigError`` names all problems."""
     reader = ParameterReader(ENGINE, model_config)
     model_dir = reader.require("gpt_model_path")
-    if reader.get("gpt_model_type") == "v1":
-        reader.refuse("gpt_model_type (batching_strategy) V1 is not built yet; use inflight_fused_batching")
     reader.check()
     defaults = RequestDefaults(
         exclude_input_in_output=reader.get("exclude_input_in_output", False),
@@ -187,6 +195,10 @@ def read_engine(model_config: Mapping[str, Any]) -> EngineParameters:
         deadline_ms=reader.get("default_deadline_ms", 600_000) or None,
         queue_timeout_ms=reader.get("default_queue_timeout_ms", 0) or None,
         skip_special_tokens=reader.get("skip_special_tokens", True),
+        max_beam_width=reader.get("max_beam_width", 1),
+        max_sequences=reader.get("max_sequences", 64),
+        max_logits_bytes=reader.get("max_logits_bytes", 64 << 20),
+        logits_dtype=_logits_dtype(model_config),
         word_limits=_word_limits(reader),
     )
     return EngineParameters(
@@ -207,14 +219,20 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         max_tokens=reader.get("max_tokens_in_paged_kv_cache"),
         free_gpu_memory_fraction=reader.get("kv_cache_free_gpu_mem_fraction", kv_defaults.free_gpu_memory_fraction),
         enable_block_reuse=reader.get("enable_kv_cache_reuse", kv_defaults.enable_block_reuse),
+        layout=reader.get("kv_cache_layout", kv_defaults.layout),
+        max_attention_window=reader.get("max_attention_window_size"),
     )
+    is_static = reader.get("gpt_model_type") == "v1"
+    policy = reader.get("batch_scheduler_policy", scheduler_defaults.capacity_policy)
     scheduler = SchedulerConfig(
         max_queue_size=reader.get("max_queue_size", scheduler_defaults.max_queue_size),
-        capacity_policy=reader.get("batch_scheduler_policy", scheduler_defaults.capacity_policy),
+        capacity_policy="static_batch" if is_static else policy,
         waiting_queue_policy=reader.get("waiting_queue_policy", scheduler_defaults.waiting_queue_policy),
         enable_chunked_context=reader.get("enable_chunked_context", scheduler_defaults.enable_chunked_context),
         chunk_unit_size=reader.get("chunk_unit_size", scheduler_defaults.chunk_unit_size),
+        context_chunking_policy=reader.get("context_chunking_policy", scheduler_defaults.context_chunking_policy),
     )
+    step_timeout_ms = reader.get("step_timeout_ms", 0)
     return {
         "kv_cache_config": kv_cache,
         "scheduler_config": scheduler,
@@ -226,9 +244,20 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         "attention_backend": reader.get("attention_backend", "auto"),
         "num_threads": reader.get("num_threads", 0),
         "trust_remote_code": reader.get("trust_remote_code", False),
+        "step_timeout_s": step_timeout_ms / 1000 if step_timeout_ms else None,
+        "iter_stats_max_iterations": reader.get("iter_stats_max_iterations", 1000),
+        "debug_hang_on_tokens": reader.get("debug_hang_on_tokens", ()),
         "debug_step_delay_ms": reader.get("debug_step_delay_ms", 0.0),
         "debug_fail_on_tokens": reader.get("debug_fail_on_tokens", ()),
     }
+
+
+def _logits_dtype(model_config: Mapping[str, Any]) -> str:
+    """Data type of the logits outputs as the config declares them; ``TYPE_FP32`` when it does not."""
+    for output in model_config.get("output") or []:
+        if output.get("name") == "generation_logits":
+            return str(output.get("data_type", FP32))
+    return FP32
 
 
 def read_preprocessing(model_config: Mapping[str, Any]) -> PreprocessingParameters:
@@ -243,6 +272,8 @@ def read_preprocessing(model_config: Mapping[str, Any]) -> PreprocessingParamete
         add_special_tokens=reader.get("add_special_tokens", True),
         reject_unknown_parameters=reader.get("reject_unknown_parameters", False),
         max_text_bytes=reader.get("max_text_bytes", 1 << 20),
+        max_messages=reader.get("max_messages", 1024),
+        max_sequences=reader.get("max_sequences", 64),
         word_limits=_word_limits(reader),
     )
 

@@ -41,10 +41,10 @@ class Reply:
         )
         self._send(response, final)
 
-    def fail(self, code: str, message: str) -> None:
-        """End with an error, as the final response."""
+    def fail(self, code: str, message: str, *, final: bool = True) -> None:
+        """Answer with an error, as the final response unless other rows of the request go on."""
         error = triton_error(self._pb_utils, code, message)
-        self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=error), True)
+        self._send(self._pb_utils.InferenceResponse(output_tensors=[], error=error), final)
 
     def end(self) -> None:
         """End without a further response."""

@@ -1,4 +1,4 @@
-"""Requests of the engine model: input tensors -> token ids, ``SamplingParams`` and ``RequestOptions``.
+"""Requests of the engine model: input tensors -> token ids, ``SamplingParams`` and ``RequestOptions``, row by row.
 
 Called by the engine adapter, once a request. Everything that is out of range is refused here or by
 ``SamplingParams``, and always under the name that the client used. Never imports Triton Server's module.
@@ -7,99 +7,61 @@ Called by the engine adapter, once a request. Everything that is out of range is
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from backend_engine.config.sampling_params import SamplingParams
+from backend_engine.core.request import DEFAULT_PRIORITY, MAX_PRIORITY
 from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import tensor_table
-from backend_engine.triton_io.request_view import (
-    Array,
-    OptionReader,
-    ParameterGuard,
-    RequestView,
-    check_single_row,
-    scalar,
+from backend_engine.triton_io.engine_request import (
+    EngineRequest,
+    EngineRow,
+    NextPieceRequest,
+    RequestDefaults,
+    RequestOptions,
+    StopRequest,
 )
-from backend_engine.triton_io.word_lists import WordLimits, from_word_ids, read_words
+from backend_engine.triton_io.parameter_guard import ParameterGuard
+from backend_engine.triton_io.request_view import Array, OptionReader, RequestView, scalar
+from backend_engine.triton_io.tensor_rows import ENGINE, FP32
+from backend_engine.triton_io.unbuilt import refuse_beams, refuse_features
+from backend_engine.triton_io.word_lists import from_word_ids, read_words
 
 _log = get_logger(__name__)
 
 STREAMING_NEEDS_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
+ROWS_NEED_DECOUPLED = (
+    "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy: "
+    "the request has {} rows and decoupled_mode is false"
+)
 # Fields of SamplingParams whose refusals are reworded to the client's name, longest first.
 _REWORDED = (
     "repetition_penalty", "frequency_penalty", "presence_penalty", "temperature", "max_tokens", "min_tokens",
-    "end_id", "top_k", "top_p", "min_p", "seed",
+    "end_id", "top_k", "top_p", "min_p", "seed", "n",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RequestDefaults:
-    """What the model's parameters say for requests that do not. Times in milliseconds, ``None`` = no limit."""
-
-    exclude_input_in_output: bool = False
-    include_stop_words_in_output: bool = True
-    deadline_ms: int | None = 600_000
-    queue_timeout_ms: int | None = None
-    skip_special_tokens: bool = True
-    word_limits: WordLimits = field(default_factory=WordLimits)
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """How a request is to be run and answered. Times in seconds from now, ``None`` = no limit."""
-
-    streaming: bool = False
-    exclude_input: bool = False
-    detokenize: bool = False
-    return_log_probs: bool = False
-    return_finish_reason: bool = False
-    return_stop_reason: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-    errors_in_band: bool = False
-    piecewise: bool = False
-    deadline_s: float | None = None
-    queue_timeout_s: float | None = None
-    cache_salt: str = ""
-    client_id: str = ""
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """A request ready for ``LLM.submit``."""
-
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    options: RequestOptions
-
-
-@dataclass(frozen=True)
-class StopRequest:
-    """A request to end the running ones with this client id."""
-
-    client_id: str
-
-
-@dataclass(frozen=True)
-class NextPieceRequest:
-    """A request for what the piecewise request with this client id has to say next."""
-
-    client_id: str
 
 
 class RequestParser:
     """Parses the engine model's requests. ``vocab_size``: ids beyond it are taken as the last one, logged once.
 
-    Safe for calls from several threads.
+    ``max_seq_len``: most tokens of a sequence, prompt and output together. Safe for calls from several threads.
     """
 
-    def __init__(self, defaults: RequestDefaults, vocab_size: int, *, decoupled: bool, reject_unknown: bool) -> None:
+    def __init__(
+        self,
+        defaults: RequestDefaults,
+        vocab_size: int,
+        max_seq_len: int,
+        *,
+        decoupled: bool,
+        reject_unknown: bool,
+    ) -> None:
         self._defaults = defaults
         self._vocab_size = vocab_size
+        self._max_seq_len = max_seq_len
         self._decoupled = decoupled
         self._guard = ParameterGuard(tensor_table.input_names(tensor_table.ENGINE), reject_unknown, _log)
         self._lock = threading.Lock()
@@ -107,29 +69,76 @@ class RequestParser:
 
     def parse(self, view: RequestView) -> EngineRequest | StopRequest | NextPieceRequest:
         """The request, or ``InvalidRequestError``."""
-        reader = OptionReader(view, text_names=False)
+        reader = OptionReader(_first_row(view), text_names=False)
         if reader.boolean("stop"):
             if not view.request_id:
                 raise InvalidRequestError("Trying to stop a request but request ID is not provided")
             return StopRequest(view.request_id)
         if reader.boolean("next_piece"):
             return NextPieceRequest(view.request_id)
-        detokenize = reader.boolean("detokenize")
-        if detokenize:
-            # Preprocessing wrote this request: its client knows the text models' names, and its request
-            # parameters have been judged already.
-            reader = OptionReader(view, text_names=False, reported_text_names=True)
-        else:
+        # Preprocessing wrote a request that asks for text: its client knows the text models' names, and its request
+        # parameters have been judged already.
+        from_text = reader.boolean("detokenize")
+        if not from_text:
             self._guard.check(view)
-        prompt_token_ids = self._prompt(view)
-        _refuse_unsupported(reader)
-        options = self._options(view, reader, detokenize)
-        return EngineRequest(prompt_token_ids, self._sampling_params(view, reader, options), options)
-
-    def _prompt(self, view: RequestView) -> list[int]:
         if "input_ids" not in view.inputs:
             raise InvalidRequestError("input_ids (or encoder_input_features) is not present in the request.")
-        check_single_row(view, "input_ids")
+        num_rows = view.num_rows("input_ids")
+        if num_rows > 1 and not self._decoupled:
+            raise InvalidRequestError(ROWS_NEED_DECOUPLED.format(num_rows))
+        self._check_num_sequences(num_rows, num_rows)
+        rows = []
+        for index, row in enumerate(view.rows("input_ids")):
+            try:
+                rows.append(self._row(row, from_text))
+            except InvalidRequestError as error:
+                if num_rows == 1:
+                    raise
+                raise InvalidRequestError(f"row {index}: {error}") from None
+        self._check_rows(rows)
+        return EngineRequest(tuple(rows))
+
+    def _row(self, view: RequestView, from_text: bool) -> EngineRow:
+        reader = OptionReader(view, text_names=False, reported_text_names=from_text)
+        refuse_features(ENGINE, view.inputs)
+        refuse_beams(reader, self._defaults.max_beam_width)
+        prompt_token_ids = self._prompt(view)
+        options = self._options(view, reader, from_text)
+        params = self._sampling_params(view, reader, options)
+        if params.n > 1 and not self._decoupled:
+            name = reader.name("num_return_sequences")
+            raise InvalidRequestError(f"{name} {params.n} needs a decoupled model; decoupled_mode is false, so send 1")
+        return EngineRow(prompt_token_ids, params, options)
+
+    def _check_rows(self, rows: Sequence[EngineRow]) -> None:
+        """Bounds on the request as a whole."""
+        self._check_num_sequences(sum(row.sampling_params.n for row in rows), len(rows))
+        if len({row.options.streaming for row in rows}) > 1:
+            raise InvalidRequestError("streaming must be the same for all rows of a request")
+        num_logits = sum(map(self._num_logit_rows, rows))
+        num_bytes = num_logits * self._vocab_size * self._defaults.logits_itemsize
+        if num_bytes > self._defaults.max_logits_bytes:
+            raise InvalidRequestError(
+                f"return_context_logits and return_generation_logits would give {num_logits} rows of logits, "
+                f"{num_bytes} bytes; max_logits_bytes allows {self._defaults.max_logits_bytes}"
+            )
+
+    def _check_num_sequences(self, num_sequences: int, num_rows: int) -> None:
+        limit = self._defaults.max_sequences
+        if num_sequences > limit:
+            raise InvalidRequestError(
+                f"the request asks for {num_sequences} sequences ({num_rows} rows, each num_return_sequences times); "
+                f"at most {limit} are allowed (max_sequences)"
+            )
+
+    def _num_logit_rows(self, row: EngineRow) -> int:
+        """Most rows of logits that the request of ``row`` can give back."""
+        params, num_prompt = row.sampling_params, len(row.prompt_token_ids)
+        num_new = min(params.max_tokens, max(1, self._max_seq_len - num_prompt))
+        num_each = num_prompt * params.return_context_logits + num_new * params.return_generation_logits
+        return params.n * num_each
+
+    def _prompt(self, view: RequestView) -> list[int]:
         ids = view.inputs["input_ids"].reshape(-1)
         length = len(ids)
         if "input_lengths" in view.inputs:
@@ -173,6 +182,8 @@ class RequestParser:
             return_num_output_tokens=reader.boolean("return_num_output_tokens"),
             errors_in_band=reader.boolean("return_errors_in_band"),
             piecewise=reader.boolean("piecewise"),
+            priority=read_priority(reader),
+            half_logits=self._defaults.logits_dtype != FP32,
             deadline_s=min(known) / 1000 if known else None,
             queue_timeout_s=None if queue_timeout_ms is None else queue_timeout_ms / 1000,
             cache_salt=reader.text("cache_salt", self._defaults.word_limits.max_word_bytes) or "",
@@ -200,6 +211,7 @@ class RequestParser:
                 ("frequency_penalty", reader.real("frequency_penalty")),
                 ("seed", reader.integer("seed")),
                 ("pad_id", reader.integer("pad_id")),
+                ("n", reader.integer("num_return_sequences")),
             )
             if value is not None
         }
@@ -215,6 +227,9 @@ class RequestParser:
             "bad_token_ids": from_word_ids(view.inputs.get("bad_words_list"), "bad_words_list", limits),
             "embedding_bias": self._embedding_bias(view),
             "logprobs": 0 if options.return_log_probs else None,
+            "return_context_logits": reader.boolean("return_context_logits"),
+            "return_generation_logits": reader.boolean("return_generation_logits"),
+            "return_perf_metrics": reader.boolean("return_perf_metrics"),
             "detokenize": options.detokenize,
             "skip_special_tokens": self._defaults.skip_special_tokens,
         }
@@ -236,22 +251,22 @@ def _id_list(view: RequestView, name: str) -> list[int]:
     return [] if values is None else [int(token_id) for token_id in values.reshape(-1)]
 
 
-def _refuse_unsupported(reader: OptionReader) -> None:
-    """Refuse what is declared for old clients but not built: beams, several answers, logits, metrics."""
-    beam_width = reader.integer("beam_width")
-    if beam_width is not None and beam_width > 1:
-        raise InvalidRequestError(f"Requested beam width {beam_width} is larger than configured max beam width 1")
-    for name, value in (("beam_width", beam_width), ("num_return_sequences", reader.integer("num_return_sequences"))):
-        if value is not None and value < 1:
-            raise InvalidRequestError(f"{reader.name(name)} {value} is out of range; it must be 1")
-        if value is not None and value > 1:
-            raise InvalidRequestError(f"{reader.name(name)} {value} is not supported yet; it must be 1")
-    for name in ("return_context_logits", "return_generation_logits", "return_perf_metrics"):
-        if reader.boolean(name):
-            raise InvalidRequestError(f"{reader.name(name)} is not supported yet; leave it out or send false")
-    length_penalty = reader.real("length_penalty")
-    if length_penalty is not None and not np.isfinite(length_penalty):
-        raise InvalidRequestError(f"{reader.name('length_penalty')} {length_penalty} is not allowed; it must be finite")
+def _first_row(view: RequestView) -> RequestView:
+    """What a request says that all its rows share."""
+    if "input_ids" not in view.inputs or view.num_rows("input_ids") == 1:
+        return view
+    return view.rows("input_ids")[0]
+
+
+def read_priority(reader: OptionReader) -> int:
+    """1 = most urgent, up to ``MAX_PRIORITY``; 0 and absent mean the middle."""
+    value = reader.integer("priority")
+    if value is not None and not 0 <= value <= MAX_PRIORITY:
+        name = reader.name("priority")
+        raise InvalidRequestError(
+            f"{name} {value} is out of range; it must be 1 (most urgent) to {MAX_PRIORITY}, or 0 for the middle"
+        )
+    return value or DEFAULT_PRIORITY
 
 
 def read_milliseconds(reader: OptionReader, name: str, default: int | None) -> int | None:
@@ -279,4 +294,5 @@ def build_sampling_params(values: dict[str, Any], reader: OptionReader) -> Sampl
 
 def _reword(message: str, fields: Sequence[str], reader: OptionReader) -> str:
     pattern = r"\b(" + "|".join(fields) + r")\b"
-    return re.sub(pattern, lambda match: reader.name(match.group(1)), message)
+    names = {"n": "num_return_sequences"}
+    return re.sub(pattern, lambda match: reader.name(names.get(match[1], match[1])), message)

@@ -5,8 +5,8 @@ that every refusal names the client's own word. Never imports Triton Server's mo
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,15 +38,26 @@ class RequestView:
         outputs = frozenset(request.requested_output_names())
         return cls(inputs, parameters, request.request_id(), int(request.timeout()), outputs)
 
+    def num_rows(self, name: str) -> int:
+        """Rows of the request, read from input ``name``; at least 1."""
+        values = self.inputs[name]
+        return max(1, int(values.shape[0])) if values.ndim > 0 else 1
 
-def check_single_row(view: RequestView, name: str) -> None:
-    """Refuse a request of several rows; their number is read from input ``name``."""
-    values = view.inputs[name]
-    rows = int(values.shape[0]) if values.ndim > 0 else 1
-    if rows > 1:
-        raise InvalidRequestError(
-            f"a batch of {rows} prompts in one request is not supported yet; send one prompt a request"
-        )
+    def rows(self, name: str) -> "list[RequestView]":
+        """A view a row, each a batch of one. ``InvalidRequestError`` when an input has not as many rows as ``name``."""
+        num_rows = self.num_rows(name)
+        if num_rows == 1:
+            return [self]
+        for other, values in self.inputs.items():
+            if values.ndim == 0 or values.shape[0] != num_rows:
+                raise InvalidRequestError(
+                    f"{other} has {values.shape[0] if values.ndim else 1} rows and {name} {num_rows}; "
+                    "they must be as many"
+                )
+        return [
+            replace(self, inputs={key: values[row : row + 1] for key, values in self.inputs.items()})
+            for row in range(num_rows)
+        ]
 
 
 def first_text(tensors: Mapping[str, Array], name: str) -> str:
@@ -130,71 +141,3 @@ def scalar(values: Array, name: str) -> Any:
     if values.size != 1:
         raise InvalidRequestError(f"{name} must be a single value, got {values.size} values")
     return values.reshape(-1)[0]
-
-
-# What known clients and front ends send along; never taken for a misspelt field.
-KNOWN_PARAMETERS = frozenset({"Streaming", "accumulate_tokens", "id", "timeout", "binary_data_output"})
-_WHOLE_REQUEST = "context_and_generation"
-_KNOWN_PREFIX = "triton_"
-MAX_EDITS = 2
-
-
-class ParameterGuard:
-    """Judges request parameters that are no field: ignored and logged once, or refused when near a known field.
-
-    ``names``: the fields a client of this model may mean. ``reject_unknown``: refuse every parameter that is not
-    known. ``log`` gets one line a name. Safe for calls from several threads.
-    """
-
-    MAX_LOGGED = 1000
-
-    def __init__(self, names: Iterable[str], reject_unknown: bool, log: Any) -> None:
-        self._names = tuple(dict.fromkeys([*names, *sorted(tensor_table.SHARED_PARAMETERS)]))
-        self._reject_unknown = reject_unknown
-        self._log = log
-        self._logged: set[str] = set()
-
-    def check(self, view: RequestView) -> None:
-        """Raise ``InvalidRequestError`` for a parameter that must not be ignored."""
-        for name, value in view.parameters.items():
-            if name == "request_type":
-                if value != _WHOLE_REQUEST:
-                    raise InvalidRequestError(
-                        f"request_type {str(value)[:64]!r} is not supported yet (disaggregated serving); "
-                        f"it must be {_WHOLE_REQUEST!r} or left out"
-                    )
-                continue
-            if name == "priority":
-                self._log_once(name, "request parameter %r has no effect yet: requests are served as they come")
-                continue
-            if name in tensor_table.SHARED_PARAMETERS or name in KNOWN_PARAMETERS or name.startswith(_KNOWN_PREFIX):
-                continue
-            if name in self._names:
-                raise InvalidRequestError(f"{name} is an input of the model and cannot be sent as a request parameter")
-            near = min(self._names, key=lambda known: edit_distance(name, known))
-            if edit_distance(name, near) <= MAX_EDITS:
-                raise InvalidRequestError(f"unknown parameter {name[:64]!r}; did you mean {near!r}?")
-            if self._reject_unknown:
-                raise InvalidRequestError(
-                    f"unknown parameter {name[:64]!r}; this model refuses parameters it does not know"
-                )
-            self._log_once(name, "unknown request parameter %r is ignored")
-
-    def _log_once(self, name: str, message: str) -> None:
-        if name not in self._logged and len(self._logged) < self.MAX_LOGGED:
-            self._logged.add(name)
-            self._log.warning(message, name[:64])
-
-
-def edit_distance(first: str, second: str, limit: int = MAX_EDITS) -> int:
-    """Levenshtein distance, or ``limit + 1`` when it is more than ``limit``."""
-    if abs(len(first) - len(second)) > limit:
-        return limit + 1
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        previous, row[0] = row[0], i
-        for j, b in enumerate(second, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
-        if min(row) > limit:
-            return limit + 1
-    return row[-1]

@@ -5,20 +5,21 @@ metrics. It starts and ends with the adapter. It never touches a request but by 
 """
 
 import queue
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from backend_engine.core.outputs import RequestOutput
+from backend_engine.admission import Submission
 from backend_engine.errors import EngineError, InvalidRequestError, ShutdownError
 from backend_engine.logger import get_logger
+from backend_engine.triton_io.engine_request import EngineRequest, EngineRow, NextPieceRequest, StopRequest
 from backend_engine.triton_io.error_codes import UNAVAILABLE
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, StopRequest
-from backend_engine.triton_io.response_builder import ResponseBuilder, TextSource
+from backend_engine.triton_io.response_builder import Place, ResponseBuilder, TextSource
 from backend_engine.triton_io.response_stream import ResponseStream
 
 _log = get_logger(__name__)
@@ -29,9 +30,7 @@ SHUTTING_DOWN = "the engine is shutting down; no new requests are taken"
 class Engine(Protocol):
     """What the sender needs of ``LLM``."""
 
-    def submit(
-        self, prompt_token_ids: Any, sampling_params: Any, sink: Callable[[RequestOutput], None], **kw: Any
-    ) -> int: ...
+    def submit_all(self, submissions: Sequence[Submission]) -> list[int]: ...
 
     def cancel(self, request_id: int) -> None: ...
 
@@ -77,41 +76,43 @@ class ResponseSenderThread:
 
     def submit(self, request: EngineRequest, reply: Reply) -> None:
         """Hand ``request`` to the engine and answer it through ``reply``; a refusal is answered too."""
-        options = request.options
-        text, refusal = self._text_source(request)
-        stream = ResponseStream(reply, ResponseBuilder(request, text), options, self._ready.put)
+        refusal: EngineError | None = None
+        try:
+            builders = self._builders(request)
+        except EngineError as error:
+            builders, refusal = [ResponseBuilder(request.rows[0], None)], error
+        stream = ResponseStream(reply, builders, self._ready.put)
         with self._lock:
             if self._is_draining:
                 refusal = ShutdownError(SHUTTING_DOWN)
             self._live[id(stream)] = stream
-            if options.piecewise:
-                self._piecewise[options.client_id] = stream
+            if stream.options.piecewise:
+                self._piecewise[stream.options.client_id] = stream
         self._poll_order.append(stream)
+        if refusal is None:
+            try:
+                stream.request_ids = tuple(self._llm.submit_all(_submissions(request, stream)))
+            except EngineError as error:
+                refusal = error
         if refusal is not None:
             stream.fail(refusal)
-            return
-        try:
-            stream.request_id = self._llm.submit(
-                request.prompt_token_ids,
-                request.sampling_params,
-                stream.put,
-                client_id=options.client_id,
-                cache_salt=options.cache_salt,
-                deadline_s=options.deadline_s,
-                queue_timeout_s=options.queue_timeout_s,
-            )
-        except EngineError as error:
-            stream.fail(error)
 
-    def _text_source(self, request: EngineRequest) -> tuple[TextSource | None, EngineError | None]:
-        options = request.options
+    def _builders(self, request: EngineRequest) -> list[ResponseBuilder]:
+        """One a sequence, rows in order and each row's sequences in order."""
+        return [
+            ResponseBuilder(row, self._text_source(row), Place(index, len(request.rows), sequence, num_sequences))
+            for index, row in enumerate(request.rows)
+            for num_sequences in (row.sampling_params.n,)
+            for sequence in range(num_sequences)
+        ]
+
+    def _text_source(self, row: EngineRow) -> TextSource | None:
+        options = row.options
         if not options.detokenize:
-            return None, None
+            return None
         echo = not options.streaming and not options.exclude_input
-        try:
-            return self._llm.detokenizer(request.prompt_token_ids, request.sampling_params, echo=echo), None
-        except EngineError as error:
-            return None, error
+        source: TextSource = self._llm.detokenizer(row.prompt_token_ids, row.sampling_params, echo=echo)
+        return source
 
     def stop(self, request: StopRequest) -> int:
         """End the running requests of a client id, and return how many there were."""
@@ -141,8 +142,8 @@ class ResponseSenderThread:
         self._update_metrics = _no_metrics
 
     def _cancel(self, stream: ResponseStream) -> None:
-        if stream.request_id is not None:
-            self._llm.cancel(stream.request_id)
+        for request_id in stream.request_ids:
+            self._llm.cancel(request_id)
 
     def _run(self) -> None:
         try:
@@ -231,6 +232,30 @@ class ResponseSenderThread:
         if not live:
             Path(self._settings.drain_file + ".done").touch()
             self._has_reported_drain = True
+
+
+def _submissions(request: EngineRequest, stream: ResponseStream) -> list[Submission]:
+    """The sequences of ``request`` in the order of its stream's parts. Those of a row share a fresh seed."""
+    submissions: list[Submission] = []
+    for row in request.rows:
+        options, params = row.options, row.sampling_params
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        submissions += [
+            Submission(
+                row.prompt_token_ids,
+                params,
+                stream.sink(len(submissions) + sequence),
+                client_id=options.client_id,
+                cache_salt=options.cache_salt,
+                priority=options.priority,
+                deadline_s=options.deadline_s,
+                queue_timeout_s=options.queue_timeout_s,
+                seed=seed,
+                sequence_index=sequence,
+            )
+            for sequence in range(params.n)
+        ]
+    return submissions
 
 
 def _no_metrics() -> None:

@@ -6,7 +6,9 @@ it as one response. Late tokens are thus coalesced and the engine never waits fo
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,18 +23,42 @@ from backend_engine.triton_io.error_codes import (
     code_of,
 )
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import RequestOptions
 from backend_engine.triton_io.request_view import Array, RequestView
-from backend_engine.triton_io.response_builder import ResponseBuilder, error_tensors
+from backend_engine.triton_io.response_builder import Place, ResponseBuilder, error_tensors
 
 _log = get_logger(__name__)
 
 
-class ResponseStream:
-    """Collects and sends one request's outputs.
+class _Message(NamedTuple):
+    """One response to be: tensors, or an error of class ``code``. ``ends``: the last one of its sequence."""
 
-    ``on_ready`` is called (by any thread) when there is something to send. ``put``, ``fail`` and ``resume`` may be
-    called from any thread; ``flush``, ``poll_cancelled`` and ``close`` by the sender thread alone.
+    tensors: dict[str, Array]
+    ends: bool
+    code: str = ""
+    text: str = ""
+    place: Place = Place()
+
+
+class _Part:
+    """One sequence of the request: what the executor has put in and nobody has sent yet."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.builder = builder
+        self.unsent: list[RequestOutput] = []
+        self.request_id: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to send; a sequence that is not streamed is sent at its end."""
+        return bool(self.unsent) and (self.builder.options.streaming or self.unsent[-1].finished)
+
+
+class ResponseStream:
+    """Collects and sends one request's outputs; a request has a sequence for each row and each of its answers.
+
+    ``on_ready`` is called (by any thread) when there is something to send. The sinks, ``fail`` and ``resume`` may be
+    called from any thread; ``flush``, ``poll_cancelled`` and ``close`` by the sender thread alone. The final flag goes
+    out once, with the last response of the last sequence.
 
     A piecewise stream answers each ``Reply`` with one final response, and waits for the next reply: a BLS that
     iterates over several responses of one call can lock up inside the Python backend (seen on Triton Server 2.51).
@@ -41,29 +67,36 @@ class ResponseStream:
     def __init__(
         self,
         reply: Reply,
-        builder: ResponseBuilder,
-        options: RequestOptions,
+        builders: Sequence[ResponseBuilder],
         on_ready: Callable[["ResponseStream"], None],
     ) -> None:
         self._reply: Reply | None = reply
-        self._builder = builder
-        self.options = options
+        self.options = builders[0].options
+        self._parts = [_Part(builder) for builder in builders]
+        self._num_open = len(builders)
+        self._turn = 0
         self._on_ready = on_ready
         self._lock = threading.Lock()
-        self._unsent: list[RequestOutput] = []
+        self._messages: deque[_Message] = deque()
         self._failure: EngineError | None = None
         self._is_announced = False
         self._is_cancelled_by_client = False
         self._waiting_since = 0.0
         self.is_closed = False
-        self.request_id: int | None = None
+        self.request_ids: tuple[int, ...] = ()
 
-    def put(self, output: RequestOutput) -> None:
-        """Take one output of the executor. A request that is not streamed is announced at its end only."""
-        with self._lock:
-            self._unsent.append(output)
-        if output.finished or self.options.streaming:
-            self._announce()
+    def sink(self, index: int) -> Callable[[RequestOutput], None]:
+        """Where the executor puts the outputs of sequence ``index``."""
+        part = self._parts[index]
+
+        def put(output: RequestOutput) -> None:
+            with self._lock:
+                part.unsent.append(output)
+                is_ready = part.is_ready
+            if is_ready:
+                self._announce()
+
+        return put
 
     def fail(self, error: EngineError) -> None:
         """End with ``error``: the request was never run."""
@@ -88,60 +121,68 @@ class ResponseStream:
         """Send what is unsent; True when that failed, and the request was ended though the engine may still run it."""
         with self._lock:
             self._is_announced = False
-            reply = self._reply
-            if self.is_closed or reply is None:
-                return False
-            outputs, self._unsent = self._unsent, []
+        reply = self._reply
         try:
-            self._answer(reply, outputs)
+            while reply is not None and not self.is_closed and self._has_message():
+                self._send(reply, self._messages.popleft())
+                reply = self._reply
         except Exception:  # border: one response; log once, answer, go on
             _log.exception("a response could not be sent; its request ends")
             self.close(INTERNAL, INTERNAL_ERROR_TEXT)
-            reply.close(INTERNAL, INTERNAL_ERROR_TEXT)
+            if reply is not None:
+                reply.close(INTERNAL, INTERNAL_ERROR_TEXT)
             return True
         return False
 
-    def _answer(self, reply: Reply, outputs: list[RequestOutput]) -> None:
-        last = outputs[-1] if outputs and outputs[-1].finished else None
-        error = self._failure or (last.error if last is not None else None)
-        if error is not None:
-            if self._send_before_error(reply, outputs):
-                return
-            self._fail(reply, code_of(error), str(error))
-        elif last is not None and self._is_cancelled_by_client:
-            self._fail(reply, CANCELLED, CANCELLED_TEXT)
-        else:
-            tensors = self._builder.build(outputs)
-            if tensors is not None:
-                self._send(reply, tensors, is_last=last is not None)
-
-    def _send_before_error(self, reply: Reply, outputs: list[RequestOutput]) -> bool:
-        """Send what came before the error, which is not lost; True when the error has to wait for the next reply."""
-        tensors = self._builder.build(outputs[:-1]) if self.options.streaming else None
-        if tensors is None:
-            return False
-        if self.options.piecewise:
+    def _has_message(self) -> bool:
+        """Whether there is one to send; makes the next ones of the sequence whose turn it is."""
+        if self._failure is not None and not self._messages:
+            self._num_open = 1
+            self._messages.append(_Message({}, True, code_of(self._failure), str(self._failure)))
+        for _ in range(len(self._parts)):
+            if self._messages:
+                break
+            part = self._parts[self._turn]
+            self._turn = (self._turn + 1) % len(self._parts)
             with self._lock:
-                self._unsent.insert(0, outputs[-1])
-        self._send(reply, tensors, is_last=False)
-        return self.options.piecewise
+                outputs: list[RequestOutput] = []
+                if part.is_ready:
+                    outputs, part.unsent = part.unsent, []
+            if outputs:
+                self._messages.extend(self._messages_of(part.builder, outputs))
+        return bool(self._messages)
 
-    def _fail(self, reply: Reply, code: str, message: str) -> None:
-        if self.options.errors_in_band:
+    def _messages_of(self, builder: ResponseBuilder, outputs: list[RequestOutput]) -> list[_Message]:
+        last = outputs[-1] if outputs[-1].finished else None
+        code, text = "", ""
+        if last is not None and last.error is not None:
+            code, text = code_of(last.error), f"{builder.place}{last.error}"
+        elif last is not None and self._is_cancelled_by_client:
+            code, text = CANCELLED, CANCELLED_TEXT
+        if not code:
+            tensors = builder.build(outputs)
+            return [] if tensors is None else [_Message(tensors, last is not None)]
+        # What came before the error is not lost.
+        before = builder.build(outputs[:-1]) if builder.options.streaming and len(outputs) > 1 else None
+        messages = [] if before is None else [_Message(before, False)]
+        return [*messages, _Message({}, True, code, text, builder.place)]
+
+    def _send(self, reply: Reply, message: _Message) -> None:
+        self._num_open -= message.ends
+        is_last = self._num_open == 0
+        tensors = message.tensors
+        if message.code and (self.options.errors_in_band or self.options.piecewise):
             with_reason = self.options.return_finish_reason
-            self._send(reply, error_tensors(message, code, with_finish_reason=with_reason), is_last=True)
-        else:
-            reply.fail(code, message)
-            self.is_closed = True
-
-    def _send(self, reply: Reply, tensors: dict[str, Array], *, is_last: bool) -> None:
-        if not self.options.piecewise:
-            reply.send(tensors, final=is_last)
-        else:
+            tensors = error_tensors(message.text, message.code, with_finish_reason=with_reason, place=message.place)
+        if self.options.piecewise:
             with self._lock:
                 self._reply = None
                 self._waiting_since = time.monotonic()
             reply.send(tensors | {"more": np.array([[not is_last]])}, final=True)
+        elif tensors:
+            reply.send(tensors, final=is_last)
+        else:
+            reply.fail(message.code, message.text, final=is_last)
         self.is_closed = is_last
 
     def poll_cancelled(self) -> bool:

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import fake_pb_utils
+from tests.adapters.porch import Porch
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +47,12 @@ def start_model(load_adapter: Callable[[str], ModuleType]) -> Callable[..., Any]
         return instance
 
     return start
+
+
+@pytest.fixture
+def porch() -> Iterator[Porch]:
+    """Started and closed around the test."""
+    made = Porch()
+    made.thread.start()
+    yield made
+    made.thread.close()

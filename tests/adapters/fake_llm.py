@@ -1,8 +1,8 @@
 """A scripted ``LLM`` for the porch's tests: it takes requests and says what the test tells it to say."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from backend_engine.admission import Submission
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.outputs import RequestOutput, TokenLogprobs
 from backend_engine.core.request import FinishReason
@@ -14,40 +14,34 @@ class Words:
 
     def __init__(self, prompt: Sequence[int], echo: bool) -> None:
         self._prefix = "".join(f" w{i}" for i in prompt) if echo else ""
-        self.finished_with: bool | None = None
 
     def append(self, token_ids: Sequence[int]) -> str:
         text, self._prefix = self._prefix + "".join(f" w{i}" for i in token_ids), ""
         return text
 
-    def finish(self, stopped: bool) -> str:
-        self.finished_with = stopped
+    def finish(self) -> str:
         text, self._prefix = self._prefix, ""
         return text
 
 
 class FakeLLM:
-    """Keeps what was submitted and cancelled. ``refusal``: raised by the next ``submit``."""
+    """Keeps what was submitted and cancelled. ``refusal``: raised by the next ``submit_all``."""
 
     def __init__(self) -> None:
-        self.submitted: dict[int, tuple[list[int], SamplingParams, dict[str, Any]]] = {}
+        self.submitted: dict[int, Submission] = {}
         self.sinks: dict[int, Callable[[RequestOutput], None]] = {}
         self.cancelled: list[int] = []
         self.refusal: EngineError | None = None
 
-    def submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        sink: Callable[[RequestOutput], None],
-        **options: Any,
-    ) -> int:
+    def submit_all(self, submissions: Sequence[Submission]) -> list[int]:
         if self.refusal is not None:
             raise self.refusal
-        request_id = len(self.submitted) + 1
-        self.submitted[request_id] = (list(prompt_token_ids), sampling_params, options)
-        self.sinks[request_id] = sink
-        return request_id
+        ids = []
+        for submission in submissions:
+            ids.append(len(self.submitted) + 1)
+            self.submitted[ids[-1]] = submission
+            self.sinks[ids[-1]] = submission.sink
+        return ids
 
     def cancel(self, request_id: int) -> None:
         """Like the engine's: idempotent, and the sink gets a final output."""

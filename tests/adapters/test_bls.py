@@ -86,6 +86,37 @@ def run(models: Models, request: RequestView | None = None, **settings: Any) -> 
     return list(BlsFlow(models, parameters(**settings)).run(request or view(), "inner", lambda: False))
 
 
+def test_rows_go_through_together_and_come_back_with_their_indices() -> None:
+    three = np.array([[b"a"], [b"b"], [b"c"]], dtype=np.object_)
+    answers = [
+        piece(text, batch_index=np.array([[row]]), sequence_index=np.array([[sequence]]))
+        for text, row, sequence in ((" x", 0, 0), (" y", 2, 1), (" z", 0, 0), (" u", 2, 0))
+    ]
+    rows = view(
+        {"priority": 7}, text_input=three, max_tokens=np.array([[5], [6], [7]], np.int32),
+        temperature=np.array([[0.0], [0.5], [1.0]], np.float32), stop_words=np.array([[b"s", b"t"]] * 3, np.object_),
+        num_return_sequences=np.array([[1], [1], [2]], np.int32),
+    )  # fmt: skip
+    models = Models(*answers)
+    responses = run(models, rows, accumulate_tokens=True)
+    assert texts(responses) == [" x", " y", " x z", " u"], "each sequence has a text of its own"
+    assert [r["batch_index"].item() for r in responses] == [0, 2, 0, 2]
+    (_, first, _), (_, second, _), *_ = models.calls
+    assert first["QUERY"].tolist() == three.tolist() and first["STOP_WORDS_DICT"].shape == (3, 2)
+    assert first["RETURN_ERRORS_IN_BAND"].shape == (3, 1)
+    assert second["temperature"].tolist() == [[0.0], [0.5], [1.0]] and second["priority"].tolist() == [[7]] * 3
+    assert second["num_return_sequences"].tolist() == [[1], [1], [2]] and second["piecewise"].shape == (3, 1)
+
+
+def test_an_error_of_one_row_stops_the_others() -> None:
+    error = ModelResponse({"error": text("row 1: no"), "error_code": text("UNAVAILABLE"), "text_output": text("")})
+    models = Models(piece(" x"), error, piece(" never"))
+    two = np.array([[b"a"], [b"b"]], dtype=np.object_)
+    with pytest.raises(ModelCallError, match="row 1: no"):
+        run(models, view(text_input=two, max_tokens=np.array([[5], [6]], np.int32)))
+    assert models.stopped == ["inner"]
+
+
 def texts(responses: list[dict[str, np.ndarray]]) -> list[str]:
     assert all(response["text_output"].shape == (1,) for response in responses), "clients iterate a flat array"
     return [response["text_output"][0].decode() for response in responses]
@@ -173,7 +204,7 @@ def test_an_error_of_triton_itself_is_internal() -> None:
         (view(max_tokens=np.array([[0]], np.int32)), r"max_tokens must be a single value > 0, got \[0\]"),
         (view(max_tokens=np.array([[3, 4]], np.int32)), "max_tokens must be a single value > 0"),
         (view(top_k=np.array([[3, 4]], np.int32)), "top_k must be a single value"),
-        (view(text_input=np.array([[b"a"], [b"b"]], dtype=np.object_)), "batch of 2"),
+        (view(text_input=np.array([[b"a"], [b"b"]], dtype=np.object_)), "max_tokens has 1 rows and text_input 2"),
         (view({"temprature": 1}), "did you mean 'temperature'"),
         (view({"deadline_ms": 2**40}), "deadline_ms .* out of range"),
         (view({"deadline_ms": "x"}), "deadline_ms must be an integer"),

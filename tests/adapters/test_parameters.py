@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import write_contract
 
 from backend_engine import envs
 from backend_engine.errors import ConfigError
@@ -90,14 +91,17 @@ def test_all_problems_are_named_at_once() -> None:
     text = problems(
         parameters.read_engine,
         config(
-            gpt_model_type="V1", batch_scheduler_policy="static", enable_kv_cache_reuse="perhaps", max_seq_len="1",
+            decoding_mode="medusa", sink_token_length="4", max_attention_window_size="8,0",
+            batch_scheduler_policy="static", enable_kv_cache_reuse="perhaps", max_seq_len="1",
             max_num_tokens="many", kv_cache_free_gpu_mem_fraction="1.5", max_num_token="5", debug_fail_on_tokens="a",
         ),
     )  # fmt: skip
     for part in (
-        "tensorrt_llm: ", "gpt_model_path (engine_dir) is not set", "V1 is not built yet",
-        "batch_scheduler_policy 'static'",
-        "guaranteed_no_evict, max_utilization", "enable_kv_cache_reuse 'perhaps'", "true or false", "max_seq_len '1'",
+        "tensorrt_llm: ", "gpt_model_path (engine_dir) is not set",
+        "batch_scheduler_policy 'static'", "guaranteed_no_evict, max_utilization, static_batch",
+        "decoding_mode 'medusa' is not built yet: Speculative modes", "sink_token_length '4' is not built yet",
+        "max_attention_window_size '8,0'", "numbers separated by commas, each a whole number of 1 or more",
+        "enable_kv_cache_reuse 'perhaps'", "true or false", "max_seq_len '1'",
         "2 or more", "max_num_tokens 'many'", "kv_cache_free_gpu_mem_fraction '1.5'", "from 0 to 1",
         "'max_num_token'; did you mean 'max_num_tokens'?", "debug_fail_on_tokens 'a'",
     ):  # fmt: skip
@@ -122,12 +126,26 @@ def test_what_does_not_count_is_told_once(monkeypatch: pytest.MonkeyPatch) -> No
     log = logging.getLogger("backend_engine.triton_io.parameters")
     for level in ("info", "warning"):
         monkeypatch.setattr(log, level, lambda text, *values: lines.append(text % values))
-    engine(max_beam_width="4", guided_decoding_backend="xgrammar", multi_block_mode="true", EXECUTION_ENV="x")
-    assert lines == [
-        "tensorrt_llm: unknown parameter 'EXECUTION_ENV' is ignored",
-        "tensorrt_llm: parameters without effect here: multi_block_mode=true",
-        "tensorrt_llm: not built yet and ignored: max_beam_width=4, guided_decoding_backend=xgrammar",
-    ]
+    engine(guided_decoding_backend="xgrammar", multi_block_mode="true", EXECUTION_ENV="x", decoding_mode="top_k")
+    unknown, without_effect = lines
+    assert unknown == "tensorrt_llm: unknown parameter 'EXECUTION_ENV' is ignored"
+    assert "guided_decoding_backend=xgrammar: No guided decoding yet" in without_effect
+    assert "multi_block_mode=true: A choice" in without_effect
+
+
+def test_v1_is_static_batching_and_windows_are_a_list() -> None:
+    arguments = engine(gpt_model_type="V1", max_attention_window_size="8, 16", step_timeout_ms="1500").llm_arguments
+    assert arguments["scheduler_config"].capacity_policy == "static_batch"
+    assert arguments["kv_cache_config"].max_attention_window == (8, 16)
+    assert arguments["step_timeout_s"] == 1.5
+
+
+def test_the_type_of_logits_is_that_of_the_output() -> None:
+    logits = {"name": "generation_logits", "data_type": "TYPE_FP16"}
+    assert (
+        parameters.read_engine(config(gpt_model_path="/m") | {"output": [logits]}).defaults.logits_dtype == "TYPE_FP16"
+    )
+    assert engine().defaults.logits_dtype == "TYPE_FP32"
 
 
 def test_the_table_names_each_parameter_of_a_model_once() -> None:
@@ -147,14 +165,14 @@ def test_templates_hold_exactly_the_parameters_of_the_table(model: str) -> None:
     assert fields == shape - set(found.values())
 
 
-def test_the_documentation_describes_each_parameter_once() -> None:
-    lines = (ROOT / "docs" / "parameters.md").read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| Placeholder", "| Variable"))]
-    described = [p.doc_row() for p in PARAMETERS] + [
-        f"| `{v.name}` | {v.allowed} | {'unset' if v.default in ('', False) else v.default} | {v.help} |"
-        for v in envs.TABLE
-    ]
-    assert sorted(rows) == sorted(described)
+def test_templates_and_pages_are_what_the_tables_say() -> None:
+    for path, text in write_contract.contents().items():
+        assert path.read_text() == text, f"{path.name} differs from the tables: run scripts/write_contract.py"
+    page = write_contract.parameters_page()
+    assert all(f"`{v.name}`" in page and v.help in page for v in envs.TABLE)
+    assert all(p.help in page for p in PARAMETERS)
+    tensors = write_contract.tensors_page()
+    assert all(row.doc in tensors for table in MODELS.values() for row in (*table.inputs, *table.outputs))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from backend_engine.errors import InvalidRequestError
-from backend_engine.triton_io.request_parser import EngineRequest, RequestDefaults, RequestParser, StopRequest
-from backend_engine.triton_io.request_view import RequestView, edit_distance
+from backend_engine.triton_io.engine_request import EngineRequest, EngineRow, RequestDefaults, StopRequest
+from backend_engine.triton_io.parameter_guard import edit_distance
+from backend_engine.triton_io.request_parser import RequestParser
+from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.word_lists import WordLimits
 
-VOCAB = 50
+VOCAB, MAX_SEQ_LEN = 50, 100
 _KINDS: dict[str, Any] = {
     "temperature": np.float32, "runtime_top_p": np.float32, "repetition_penalty": np.float32, "len_penalty": np.float32,
     "presence_penalty": np.float32, "frequency_penalty": np.float32, "min_p": np.float32,
@@ -34,13 +36,19 @@ def view(
 
 
 def parser(decoupled: bool = True, reject_unknown: bool = False, **defaults: Any) -> RequestParser:
-    return RequestParser(RequestDefaults(**defaults), VOCAB, decoupled=decoupled, reject_unknown=reject_unknown)
+    return RequestParser(
+        RequestDefaults(**defaults), VOCAB, MAX_SEQ_LEN, decoupled=decoupled, reject_unknown=reject_unknown
+    )
 
 
-def parse(**fields: Any) -> EngineRequest:
-    parsed = parser().parse(view(**fields))
+def only_row(parsed: object) -> EngineRow:
     assert isinstance(parsed, EngineRequest)
-    return parsed
+    (row,) = parsed.rows
+    return row
+
+
+def parse(**fields: Any) -> EngineRow:
+    return only_row(parser().parse(view(**fields)))
 
 
 def refusal(request: RequestView, **settings: Any) -> str:
@@ -87,8 +95,8 @@ def test_unset_values_as_clients_send_them_are_harmless() -> None:
 
 def test_rows_are_trimmed_to_their_length_and_ids_to_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
     one = parser()
-    assert one.parse(view(input_ids=[[3, 4, 0, 0]])).prompt_token_ids == [3, 4]
-    assert one.parse(view(input_ids=[[3, 2**31 - 1]])).prompt_token_ids == [3, VOCAB - 1]
+    assert only_row(one.parse(view(input_ids=[[3, 4, 0, 0]]))).prompt_token_ids == [3, 4]
+    assert only_row(one.parse(view(input_ids=[[3, 2**31 - 1]]))).prompt_token_ids == [3, VOCAB - 1]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def test_rows_are_trimmed_to_their_length_and_ids_to_the_vocabulary(caplog: pyte
         ({"input_lengths": [2, 2]}, ["input_lengths", "single value"]),
         ({"input_ids": [[3, -4]]}, ["input_ids", "-4"]),
         ({"input_ids": None}, ["input_ids", "not present"]),
-        ({"input_ids": [[1], [2]]}, ["batch of 2"]),
+        ({"input_ids": [[1], [2]]}, ["input_lengths has 1 rows and input_ids 2"]),
         ({"request_output_len": None}, ["request_output_len is not present"]),
         ({"request_output_len": 0}, ["request_output_len 0"]),
         ({"request_output_len": -1294967296}, ["request_output_len -1294967296"]),
@@ -122,10 +130,11 @@ def test_rows_are_trimmed_to_their_length_and_ids_to_the_vocabulary(caplog: pyte
         ({"random_seed": 1, "seed": 2}, ["random_seed 1", "seed 2"]),
         ({"beam_width": 2}, ["Requested beam width 2 is larger than configured max beam width 1"]),
         ({"beam_width": 0}, ["beam_width 0"]),
-        ({"num_return_sequences": 2}, ["num_return_sequences 2 is not supported yet"]),
-        ({"return_context_logits": True}, ["return_context_logits is not supported yet"]),
-        ({"return_generation_logits": True}, ["return_generation_logits is not supported yet"]),
-        ({"return_perf_metrics": True}, ["return_perf_metrics is not supported yet"]),
+        ({"num_return_sequences": 0}, ["num_return_sequences 0"]),
+        ({"num_return_sequences": 65}, ["65 sequences", "at most 64", "max_sequences"]),
+        ({"return_perf_metrics": True, "return_kv_cache_reuse_stats": False}, ["return_perf_metrics True", "differ"]),
+        ({"priority": 101}, ["priority 101", "1 (most urgent) to 100"]),
+        ({"priority": -1}, ["priority -1"]),
         ({"stop_words_list": [[[1, 2], [5, -1]]]}, ["stop_words_list", "Invalid format for word list"]),
         ({"bad_words_list": [[1, 2]]}, ["bad_words_list"]),
         ({"embedding_bias": [[0.0] * (VOCAB + 1)]}, ["embedding_bias", str(VOCAB + 1), str(VOCAB)]),
@@ -152,6 +161,66 @@ def test_what_is_not_allowed_is_refused_by_its_name(fields: dict[str, Any], word
 )
 def test_a_request_from_preprocessing_is_refused_in_the_words_of_its_client(fields: dict[str, Any], name: str) -> None:
     assert refusal(view(detokenize=True, **fields)).startswith(name)
+
+
+def test_rows_become_prompts_each_with_its_own_settings() -> None:
+    parsed = parser().parse(
+        view(
+            input_ids=[[3, 4, 9], [5, 9, 9], [6, 7, 8]], input_lengths=[2, 1, 3], request_output_len=[5, 6, 7],
+            temperature=[0.0, 0.5, 1.0], num_return_sequences=[1, 2, 1], priority=[0, 1, 100],
+            stop_words_text=[[b"a", b""], [b"", b""], [b"b", b"c"]],
+            bad_words_list=[[[1, 0], [1, -1]], [[0, 0], [-1, -1]], [[1, 2], [1, 2]]],
+        )
+    )  # fmt: skip
+    assert isinstance(parsed, EngineRequest)
+    rows = parsed.rows
+    assert [row.prompt_token_ids for row in rows] == [[3, 4], [5], [6, 7, 8]]
+    assert [row.sampling_params.max_tokens for row in rows] == [5, 6, 7]
+    assert [row.sampling_params.temperature for row in rows] == [0.0, 0.5, 1.0]
+    assert [row.sampling_params.n for row in rows] == [1, 2, 1]
+    assert [row.sampling_params.stop for row in rows] == [("a",), (), ("b", "c")]
+    assert [row.sampling_params.bad_token_ids for row in rows] == [[[1]], [], [[1], [2]]]
+    assert [row.options.priority for row in rows] == [50, 1, 100]
+
+
+def test_an_error_of_a_row_names_the_row() -> None:
+    rows = {"input_ids": [[1], [2]], "input_lengths": [1, 1], "request_output_len": [5, 5]}
+    assert refusal(view(**rows | {"request_output_len": [5, 0]})).startswith("row 1: request_output_len 0")
+    assert "row 0: temperature -1" in refusal(view(**rows, temperature=[-1.0, 1.0]))
+    assert "the same for all rows" in refusal(view(**rows, streaming=[True, False]))
+    assert "4 sequences" in refusal(view(**rows, num_return_sequences=[2, 2]), max_sequences=3)
+
+
+def test_several_answers_need_a_decoupled_model() -> None:
+    rows = {"input_ids": [[1], [2]], "input_lengths": [1, 1], "request_output_len": [5, 5]}
+    assert "Batch size > 1 requires" in refusal(view(**rows), decoupled=False)
+    assert "num_return_sequences 2 needs a decoupled model" in refusal(view(num_return_sequences=2), decoupled=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_rows"),
+    [
+        ({"return_context_logits": True}, 2),
+        ({"return_generation_logits": True}, 5),
+        ({"return_context_logits": True, "return_generation_logits": True, "num_return_sequences": 3}, 21),
+        ({"return_generation_logits": True, "request_output_len": 1000}, MAX_SEQ_LEN - 2),
+    ],
+)
+@pytest.mark.parametrize(("kind", "size"), [("TYPE_FP32", 4), ("TYPE_FP16", 2)])
+def test_logits_are_bounded_in_bytes(fields: dict[str, Any], num_rows: int, kind: str, size: int) -> None:
+    needed = num_rows * VOCAB * size
+    assert parser(max_logits_bytes=needed, logits_dtype=kind).parse(view(**fields))
+    message = refusal(view(**fields), max_logits_bytes=needed - 1, logits_dtype=kind)
+    assert f"{needed} bytes" in message and f"max_logits_bytes allows {needed - 1}" in message
+
+
+def test_beams_are_refused_as_too_wide_or_as_not_built() -> None:
+    wide = "Requested beam width 3 is larger than configured max beam width 2"
+    assert refusal(view(beam_width=3), max_beam_width=2) == wide
+    assert (
+        refusal(view(beam_width=2), max_beam_width=2)
+        == "beam_width 2 asks for beam search, not built yet: it must be 1"
+    )
 
 
 def test_streaming_needs_a_decoupled_model() -> None:

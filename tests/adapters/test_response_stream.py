@@ -4,14 +4,11 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.request import FinishReason
 from backend_engine.errors import (
     DeadlineExceededError,
@@ -21,52 +18,15 @@ from backend_engine.errors import (
     ShutdownError,
     StepFailedError,
 )
+from backend_engine.triton_io.engine_request import (
+    NextPieceRequest,
+    StopRequest,
+)
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, RequestOptions, StopRequest
-from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from tests.adapters import fake_pb_utils as pb_utils
-from tests.adapters.fake_llm import FakeLLM
 from tests.adapters.fake_pb_utils import ResponseSender, TritonError
+from tests.adapters.porch import Porch, finals, ids
 from tests.support.waiting import eventually
-
-PROMPT = [1, 2]
-
-
-class Porch:
-    """An engine model without its adapter: fake engine, real sender thread."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.llm = FakeLLM()
-        self.num_updates = 0
-        self.thread = ResponseSenderThread(
-            self.llm, SenderSettings(**{"cancellation_check_period_ms": 5} | settings), self.count
-        )
-
-    def count(self) -> None:
-        self.num_updates += 1
-
-    def submit(self, outputs: frozenset[str] = frozenset(), **options: Any) -> ResponseSender:
-        sender = ResponseSender()
-        request = EngineRequest(PROMPT, SamplingParams(), RequestOptions(**options))
-        self.thread.submit(request, Reply(pb_utils, sender, outputs))
-        return sender
-
-
-@pytest.fixture
-def porch() -> Iterator[Porch]:
-    """Started and closed around the test."""
-    made = Porch()
-    made.thread.start()
-    yield made
-    made.thread.close()
-
-
-def finals(sender: ResponseSender) -> int:
-    return sum(flags == pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL for _, flags in sender.log)
-
-
-def ids(sender: ResponseSender) -> list[int]:
-    return [int(i) for response in sender.responses for i in response.arrays()["output_ids"].reshape(-1)]
 
 
 def test_a_stream_sends_deltas_and_its_last_response_is_final(porch: Porch) -> None:

@@ -10,7 +10,11 @@ from tritonclient.grpc import model_config_pb2
 from backend_engine.triton_io import tensor_table as table
 
 ROOT = Path(__file__).parents[2]
-FILLED = {"max_batch_size": "8", "triton_max_batch_size": "8", "decoupled_mode": "true", "triton_backend": "python"}
+FILLED = {
+    "max_batch_size": "8", "triton_max_batch_size": "8", "decoupled_mode": "true", "triton_backend": "python",
+    "logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16",
+    "prompt_embedding_table_data_type": "TYPE_BF16",
+}  # fmt: skip
 INTERNAL = {"OUT_END_ID": "_PREPROCESSOR_END_ID", "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID"}
 
 
@@ -36,12 +40,17 @@ def rows(tensors: object) -> list[table.TensorRow]:
     ]
 
 
+def plain(row: table.TensorRow) -> table.TensorRow:
+    """The row as it stands in a filled template."""
+    return row._replace(doc="", dtype=re.sub(r"\$\{(\w+)\}", lambda match: FILLED[match.group(1)], row.dtype))
+
+
 @pytest.mark.parametrize("model", list(table.MODELS))
 def test_a_template_declares_the_tensors_of_the_table(model: str) -> None:
     config, expected = read(model), table.MODELS[model]
     assert config.name == model
-    assert rows(config.input) == [row._replace(doc="") for row in expected.inputs]
-    assert rows(config.output) == [row._replace(doc="") for row in expected.outputs]
+    assert rows(config.input) == [plain(row) for row in expected.inputs]
+    assert rows(config.output) == [plain(row) for row in expected.outputs]
 
 
 @pytest.mark.parametrize("model", list(table.MODELS))
@@ -61,13 +70,22 @@ def test_the_engine_answers_in_the_order_that_clients_read_by() -> None:
 
 
 def test_the_text_models_take_and_give_the_same() -> None:
-    assert table.MODELS[table.BLS] == table.MODELS[table.ENSEMBLE]
+    bls, ensemble = table.MODELS[table.BLS], table.MODELS[table.ENSEMBLE]
+    assert bls.outputs == ensemble.outputs
+    shared = [row._replace(reshape=False) for row in bls.inputs[: len(ensemble.inputs)]]
+    assert shared == list(ensemble.inputs)
+    assert {row.name for row in bls.inputs[len(ensemble.inputs) :]} == {
+        "num_draft_tokens",
+        "use_draft_logits",
+        "image_input",
+    }
 
 
 @pytest.mark.parametrize("model", [table.ENGINE, table.BLS, table.ENSEMBLE])
 def test_both_spellings_of_renamed_fields_are_declared(model: str) -> None:
     names = table.input_names(model)
     assert {"min_length", "min_tokens", "random_seed", "seed"} <= set(names)
+    assert {"return_perf_metrics", "return_kv_cache_reuse_stats"} <= set(names)
     assert {"return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output"} <= set(names)
     assert len(names) == len(set(names))
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.client import Server
 from tests.support.server import free_ports, running_server
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 ADMIN_HEADER = "inflight-admin-key"
@@ -40,6 +41,10 @@ class ProductServer(Server):
         found = [line for line in self.metrics() if line.startswith(family) and (not label or f'"{label}"' in line)]
         assert len(found) == 1, (family, label, found)
         return float(found[0].split()[-1])
+
+    def wait_for(self, family: str, label: str, value: float) -> None:
+        """Wait until a gauge shows ``value``."""
+        assert eventually(lambda: self.gauge(family, label) == value, 30, 0.02), (family, label, value)
 
     def control(self, model: str, action: str) -> tuple[int, object]:
         """Load or unload a model with the key."""
@@ -133,6 +138,26 @@ def variant_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product
 def whole_server(table_model_dir: Path) -> Iterator[ProductServer]:
     """The table model without decoupled responses, at 10 ms a step."""
     with serving(table_model_dir, decoupled_mode="false", debug_step_delay_ms=10) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def narrow_server(table_model_dir: Path) -> Iterator[ProductServer]:
+    """The table model, one request at a time, at 10 ms a step, with little room for logits."""
+    with serving(
+        table_model_dir, max_batch_size=1, debug_step_delay_ms=10, stats_check_period_ms=10, max_logits_bytes=10_000
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def odd_server(table_model_dir: Path) -> Iterator[ProductServer]:
+    """The table model with the other value of each choice, at 5 ms a step."""
+    with serving(
+        table_model_dir, batching_strategy="V1", kv_cache_layout="contiguous", context_chunking_policy="equal_progress",
+        logits_datatype="TYPE_FP16", waiting_queue_policy="shortest_first", max_seq_len=512, debug_step_delay_ms=5,
+        stats_check_period_ms=10,
+    ) as server:  # fmt: skip
         yield server
 
 

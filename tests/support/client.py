@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from tritonclient.utils import np_to_triton_dtype
 
 TIMEOUT_S = 60.0
 DTYPES: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", object), "stop_words": ("BYTES", object), "bad_words": ("BYTES", object),
-    "cache_salt": ("BYTES", object), "embedding_bias_words": ("BYTES", object),
+    "cache_salt": ("BYTES", object), "messages": ("BYTES", object), "embedding_bias_words": ("BYTES", object),
     "temperature": ("FP32", np.float32), "top_p": ("FP32", np.float32), "runtime_top_p": ("FP32", np.float32),
     "repetition_penalty": ("FP32", np.float32), "presence_penalty": ("FP32", np.float32),
     "frequency_penalty": ("FP32", np.float32), "embedding_bias_weights": ("FP32", np.float32),
@@ -115,6 +116,8 @@ def tensor(name: str, value: Any) -> grpcclient.InferInput:
         ("BOOL", bool) if name in BOOLS or name.startswith("return_") else DTYPES.get(name, ("INT32", np.int32))
     )
     array = value if isinstance(value, np.ndarray) else np.atleast_2d(np.array(value, dtype=kind))
+    if isinstance(value, np.ndarray):
+        dtype = np_to_triton_dtype(array.dtype)
     result = grpcclient.InferInput(name, list(array.shape), dtype)
     result.set_data_from_numpy(array)
     return result

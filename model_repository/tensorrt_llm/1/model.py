@@ -12,10 +12,12 @@ from backend_engine import envs
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import parameters
+from backend_engine.triton_io.engine_request import EngineRequest, NextPieceRequest, StopRequest
 from backend_engine.triton_io.error_codes import INTERNAL, INTERNAL_ERROR_TEXT, code_of
+from backend_engine.triton_io.health import EngineHealth
 from backend_engine.triton_io.metrics import EngineMetrics
 from backend_engine.triton_io.reply import Reply
-from backend_engine.triton_io.request_parser import EngineRequest, NextPieceRequest, RequestParser, StopRequest
+from backend_engine.triton_io.request_parser import RequestParser
 from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from backend_engine.triton_io.response_stream import refuse
@@ -40,18 +42,21 @@ class TritonPythonModel:
         self._parser = RequestParser(
             settings.defaults,
             llm.limits.vocab_size,
+            llm.limits.max_seq_len,
             decoupled=pb_utils.using_decoupled_model_transaction_policy(config),
             reject_unknown=settings.reject_unknown_parameters,
         )
-        metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
+        metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"], llm.stats)
         self._sender = ResponseSenderThread(
             llm,
             SenderSettings(
                 settings.cancellation_check_period_ms, settings.stats_check_period_ms, envs.ENGINE_DRAIN_FILE.get()
             ),
-            lambda: metrics.update(llm.stats()),
+            metrics.refresh,
         )
         self._sender.start()
+        self._health = EngineHealth(pb_utils, args["model_name"], llm.stats, envs.ENGINE_HEALTH_FILE.get())
+        self._health.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Take the requests; what cannot be parsed is answered at once, by itself."""
@@ -60,6 +65,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End every request with a final response, then stop the threads."""
+        self._health.close()
         self._llm.shutdown()
         self._sender.close()
 
