@@ -21,6 +21,7 @@ from types import TracebackType
 
 from embedded_server import ServerInstallation, find_server, prepare_backends, server_environment
 from paths import default_log_path, make_run_dir
+from repository_check import needs_completion
 from server_log import ModelEvent, ServerLog
 from triton_process import ProcessGuard, check_ports, group_members, kill_group, remove_shared_memory, stub_model
 
@@ -178,7 +179,7 @@ class TritonServer:
             str(installation.binary),
             f"--model-repository={options.model_repository}",
             f"--backend-directory={backends}",
-            "--disable-auto-complete-config",
+            *([] if needs_completion(options.model_repository) else ["--disable-auto-complete-config"]),
             # --http-address alone leaves the other two on every interface.
             *(f"--{api}-address={options.host}" for api in ("http", "grpc", "metrics")),
             *(f"{flag.replace('_', '-')}={port}" for flag, port in self._ports()),

@@ -4,6 +4,7 @@ Used by the postprocessing adapter. It sees one response at a time and keeps not
 the text where it can. Knows nothing of Triton Server.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -36,7 +37,7 @@ def texts(inputs: Mapping[str, Array], tokenizer: TextDecoder, skip_special_toke
     tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
     if tokens.ndim < 2:
         raise InvalidRequestError(f"TOKENS_BATCH must be [batch, beams, n], got shape {list(tokens.shape)}")
-    beams = tokens.reshape(-1, tokens.shape[-1])
+    beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])  # -1 cannot stand beside 0 ids
     if lengths.size != len(beams):
         raise InvalidRequestError(f"SEQUENCE_LENGTH has {lengths.size} values; TOKENS_BATCH has {len(beams)} beams")
     decoded = [

@@ -386,3 +386,9 @@ def test_postprocessing_refuses_shapes_that_do_not_fit(
             tokenizer,
             True,
         )
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_response_without_ids_has_an_empty_text(tokenizer: Tokenizer, beams: int) -> None:
+    given = {"TOKENS_BATCH": np.zeros((1, beams, 0), np.int32), "SEQUENCE_LENGTH": np.zeros((1, beams), np.int32)}
+    assert texts(given, tokenizer, True).tolist() == [b""] * beams

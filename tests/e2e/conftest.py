@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,10 +88,17 @@ class ProductServer(Server):
 def serving(model_dir: Path, step_dump: Path | None = None, **settings: object) -> Iterator[ProductServer]:
     """A server in explicit mode over ``model_dir``. Afterwards its log must not show a Python traceback."""
     filled = {key: str(value) for key, value in settings.items()}
+    with serving_repository(None, step_dump, model_dir=model_dir, settings=filled) as product:
+        yield product
+
+
+@contextlib.contextmanager
+def serving_repository(
+    repository: Path | None, step_dump: Path | None = None, **rendered: Any
+) -> Iterator[ProductServer]:
+    """As ``serving``, over a repository that is there, or over what ``running_server`` renders."""
     environment = {"ENGINE_CHECK_INVARIANTS": "1", **({"ENGINE_DUMP_STEPS": str(step_dump)} if step_dump else {})}
-    with running_server(
-        model_dir=model_dir, settings=filled, model_control_mode="explicit", environment=environment
-    ) as server:
+    with running_server(repository, model_control_mode="explicit", environment=environment, **rendered) as server:
         product = ProductServer(
             server.http_url.removeprefix("http://"), server.grpc_url,
             server.metrics_url.removeprefix("http://").removesuffix("/metrics"), server.admin_key, server.pid,

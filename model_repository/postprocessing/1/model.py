@@ -9,13 +9,20 @@ import triton_python_backend_utils as pb_utils
 from backend_engine.errors import EngineError
 from backend_engine.text.tokenizer import load_tokenizer
 from backend_engine.triton_io import parameters
+from backend_engine.triton_io.config_completion import complete
 from backend_engine.triton_io.request_view import Array, RequestView
 from backend_engine.triton_io.single_response import respond
+from backend_engine.triton_io.tensor_rows import POSTPROCESSING
 from backend_engine.triton_io.text_output import texts
 
 
 class TritonPythonModel:
     """The one process of the model."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add what a config of an earlier generation lacks."""
+        return complete(POSTPROCESSING, auto_complete_model_config)
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Load the tokenizer; a bad setting or file fails the load with one line."""

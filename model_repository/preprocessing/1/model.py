@@ -13,6 +13,7 @@ from backend_engine.logger import get_logger
 from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.tokenizer import load_tokenizer
 from backend_engine.triton_io import parameters, tensor_table
+from backend_engine.triton_io.config_completion import complete
 from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.prompt_builder import ModelFacts, PromptBuilder
 from backend_engine.triton_io.request_view import Array, RequestView
@@ -21,6 +22,11 @@ from backend_engine.triton_io.single_response import respond
 
 class TritonPythonModel:
     """One process of the model."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add what a config of an earlier generation lacks."""
+        return complete(tensor_table.PREPROCESSING, auto_complete_model_config)
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Load the tokenizer; a bad setting or file fails the load with one line."""

@@ -12,6 +12,7 @@ from backend_engine import envs
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import parameters
+from backend_engine.triton_io.config_completion import complete
 from backend_engine.triton_io.engine_request import EngineRequest, NextPieceRequest, StopRequest
 from backend_engine.triton_io.error_codes import INTERNAL, INTERNAL_ERROR_TEXT, code_of
 from backend_engine.triton_io.health import EngineHealth
@@ -21,12 +22,18 @@ from backend_engine.triton_io.request_parser import RequestParser
 from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from backend_engine.triton_io.response_stream import refuse
+from backend_engine.triton_io.tensor_rows import ENGINE
 
 _log = get_logger("tensorrt_llm")
 
 
 class TritonPythonModel:
     """One engine in one process."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add what a config of an earlier generation lacks."""
+        return complete(ENGINE, auto_complete_model_config)
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Load the model and start the engine; a bad setting or file fails the load with one line."""

@@ -9,11 +9,18 @@ from backend_engine.errors import EngineError
 from backend_engine.triton_io import parameters
 from backend_engine.triton_io.bls_flow import BlsFlow
 from backend_engine.triton_io.bls_service import BlsService
+from backend_engine.triton_io.config_completion import complete
 from backend_engine.triton_io.model_caller import ModelCaller
+from backend_engine.triton_io.tensor_rows import BLS
 
 
 class TritonPythonModel:
     """One process, which works on many requests at once."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add what a config of an earlier generation lacks."""
+        return complete(BLS, auto_complete_model_config)
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Start the threads; a bad setting fails the load with one line."""
