@@ -26,6 +26,9 @@ class SamplingParams:
 
     max_tokens: most new tokens, at least 1.
     min_tokens: end ids and stop words do nothing before this many new tokens.
+    top_p_decay: top_p is multiplied by it with each new token (0..1], 1 or ``None`` = it stays. top_p_min: it does not
+    fall below this. top_p_reset_ids: the token that sets it back to ``top_p`` (factual-nucleus sampling, Lee et al.,
+    2022).
     min_p: drop tokens less likely than ``min_p`` times the likeliest (0..1).
     repetition_penalty: > 0; divides (positive) or multiplies (negative) logits of tokens seen in prompt or output.
     presence_penalty, frequency_penalty: subtracted once per seen output token, and per occurrence.
@@ -47,6 +50,9 @@ class SamplingParams:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    top_p_min: float | None = None
+    top_p_decay: float | None = None
+    top_p_reset_ids: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -79,6 +85,11 @@ class SamplingParams:
         _real(self, "temperature", 0.0, None)
         _integer(self, "top_k", 0)
         _real(self, "top_p", None, 1.0)
+        for name in ("top_p_min", "top_p_decay"):
+            _real(self, name, 0.0, 1.0)
+        if self.top_p_decay == 0:
+            raise InvalidRequestError("top_p_decay 0 is not allowed; it must be more than 0 and at most 1")
+        _integer(self, "top_p_reset_ids", -1)
         _real(self, "min_p", 0.0, 1.0)
         _real(self, "repetition_penalty", 0.0, None)
         if self.repetition_penalty == 0:

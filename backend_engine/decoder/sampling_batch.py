@@ -6,6 +6,7 @@ numbers, the penalties and the bad words.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +19,16 @@ from backend_engine.decoder.logits_processors import BadWords, Constraints, Embe
 from backend_engine.decoder.penalties import Penalties, TokenCounts, has_penalties
 from backend_engine.decoder.ranking import greedy
 from backend_engine.decoder.sampling import NARROW_WIDTH, SamplingGroup, sample
+from backend_engine.decoder.top_p_decay import TopPDecay, has_decay
 from backend_engine.decoder.uniform import stream_keys, uniforms
 from backend_engine.decoder.upload import upload
 
 
 class RequestSampling:
-    """What the decoder keeps of one request, made at its first row. Only ``token_counts`` moves.
+    """What the decoder keeps of one request, made at its first row. Only ``token_counts`` and ``decay`` move.
 
     ``top_k`` = vocab_size and ``top_p`` = infinity mean off. ``num_top_logprobs``: ``None`` = no log probabilities.
-    ``token_counts``: ``None`` = no penalties.
+    ``token_counts``: ``None`` = no penalties. ``decay``: ``None`` = top_p stays.
     """
 
     def __init__(self, request: LlmRequest, vocab_size: int) -> None:
@@ -36,6 +38,7 @@ class RequestSampling:
         self.temperature = 1.0 if params.temperature is None else params.temperature
         self.top_k = min(params.top_k or vocab_size, vocab_size)
         self.top_p = params.top_p if params.top_p is not None and 0 < params.top_p < 1 else np.inf
+        self.decay = TopPDecay(request) if has_decay(params) else None
         self.min_p = params.min_p
         self.num_top_logprobs = None if params.logprobs is None else min(params.logprobs, vocab_size)
         self.constraints = Constraints(request, vocab_size)
@@ -57,8 +60,9 @@ class _SampledRows(NamedTuple):
 
     rows: Tensor | None
     group: SamplingGroup
-    requests: list[LlmRequest]
+    samplings: list[RequestSampling]
     keys: NDArray[np.uint64]
+    decays: bool
 
 
 class SamplingBatch:
@@ -108,9 +112,12 @@ class SamplingBatch:
         if self._has_greedy:
             _store(tokens, self._greedy_rows, greedy(_take(work, self._greedy_rows)))
         for part in self._sampled:
-            indices = [len(request.output_token_ids) for request in part.requests]
+            indices = [len(s.request.output_token_ids) for s in part.samplings]
             numbers = upload(uniforms(part.keys, indices), self._device)
-            _store(tokens, part.rows, sample(_take(work, part.rows), part.group, numbers))
+            group = part.group
+            if part.decays:
+                group = replace(group, top_p=self._column([_top_p(s) for s in part.samplings], np.float64))
+            _store(tokens, part.rows, sample(_take(work, part.rows), group, numbers))
         if self._has_masks:
             is_masked = work.amax(-1) == -torch.inf
             if work.is_cuda or bool(is_masked.any()):
@@ -134,7 +141,7 @@ class SamplingBatch:
             has_top_k = sampling.top_k < self._vocab_size
             if has_top_k and sampling.top_k <= NARROW_WIDTH:
                 narrow.append(row)
-            elif has_top_k or sampling.top_p < np.inf:
+            elif has_top_k or sampling.top_p < np.inf or sampling.decay is not None:
                 nucleus.append(row)
             else:
                 whole.append(row)
@@ -152,13 +159,17 @@ class SamplingBatch:
                 width=max(s.top_k for s in members) if rows is narrow else 0,
                 has_min_p=any(s.min_p > 0 for s in members),
             )
-            requests = [s.request for s in members]
-            keys = stream_keys([request.seed for request in requests])
-            parts.append(_SampledRows(self._row_index(rows, len(worked)), group, requests, keys))
+            keys = stream_keys([s.request.seed for s in members])
+            decays = any(s.decay is not None for s in members)
+            parts.append(_SampledRows(self._row_index(rows, len(worked)), group, members, keys, decays))
         return parts
 
     def _column(self, values: Sequence[float], dtype: type[np.float64] | type[np.int64]) -> Tensor:
         return upload(np.array(values, dtype), self._device).unsqueeze(1)
+
+
+def _top_p(sampling: RequestSampling) -> float:
+    return sampling.top_p if sampling.decay is None else sampling.decay.top_p()
 
 
 def _take(matrix: Tensor, rows: Tensor | None) -> Tensor:

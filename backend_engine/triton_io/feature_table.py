@@ -139,18 +139,7 @@ FEATURES: tuple[Feature, ...] = (
         engine=tuple(ragged(name, STRING, (1,), doc) for name, doc in _GUIDED),
         text=tuple(ragged(name, STRING, (1,), doc) for name, doc in _GUIDED),
     ),
-    Feature(
-        "top-p decay",
-        engine=(
-            scalar_row("runtime_top_p_min", FP32, "Lower bound of a decaying top_p."),
-            scalar_row("runtime_top_p_decay", FP32, "Factor of top_p a token; 1 = none."),
-            scalar_row("runtime_top_p_reset_ids", INT32, "Token that resets top_p; -1 = none."),
-        ),
-    ),
 )
-
-# Values that ask for nothing although they are not zero: what clients send by default.
-NEUTRAL_VALUES: dict[str, float] = {"runtime_top_p_decay": 1.0, "runtime_top_p_reset_ids": -1}
 
 
 def feature_names() -> frozenset[str]:

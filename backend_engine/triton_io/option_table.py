@@ -11,6 +11,11 @@ OPTIONS: tuple[Option, ...] = (
     shared("temperature", FP32, "0 = greedy; above 0 samples."),
     Option("top_k", "runtime_top_k", "top_k", INT32, "Keep the k likeliest tokens; 0 = all, 1 = greedy."),
     Option("top_p", "runtime_top_p", "top_p", FP32, "Keep the likeliest tokens that reach p; 0 or less = all."),
+    Option(
+        "top_p_min", "runtime_top_p_min", None, FP32, "A decaying top_p does not fall below this.",
+    ),
+    Option("top_p_decay", "runtime_top_p_decay", None, FP32, "Factor of top_p with each new token; 1 = it stays."),
+    Option("top_p_reset_ids", "runtime_top_p_reset_ids", None, INT32, "Token that sets top_p back; -1 = none."),
     shared("min_p", FP32, "Drop tokens less likely than min_p times the likeliest.", as_parameter=True),
     Option("length_penalty", "len_penalty", "length_penalty", FP32, "For beam search; no effect without it."),
     Option("early_stopping", "early_stopping", None, BOOL, "For beam search; no effect without it."),

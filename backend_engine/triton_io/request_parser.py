@@ -40,7 +40,7 @@ ROWS_NEED_DECOUPLED = (
 # Fields of SamplingParams whose refusals are reworded to the client's name, longest first.
 _REWORDED = (
     "repetition_penalty", "frequency_penalty", "presence_penalty", "temperature", "max_tokens", "min_tokens",
-    "end_id", "top_k", "top_p", "min_p", "seed", "n",
+    "end_id", "top_p_reset_ids", "top_p_decay", "top_p_min", "top_k", "top_p", "min_p", "seed", "n",
 )  # fmt: skip
 
 
@@ -205,6 +205,9 @@ class RequestParser:
                 ("temperature", reader.real("temperature")),
                 ("top_k", reader.integer("top_k")),
                 ("top_p", reader.real("top_p")),
+                ("top_p_min", reader.real("top_p_min")),
+                ("top_p_decay", reader.real("top_p_decay")),
+                ("top_p_reset_ids", reader.integer("top_p_reset_ids")),
                 ("min_p", reader.real("min_p")),
                 ("repetition_penalty", reader.real("repetition_penalty")),
                 ("presence_penalty", reader.real("presence_penalty")),

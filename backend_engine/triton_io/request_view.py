@@ -39,9 +39,12 @@ class RequestView:
         return cls(inputs, parameters, request.request_id(), int(request.timeout()), outputs)
 
     def num_rows(self, name: str) -> int:
-        """Rows of the request, read from input ``name``; at least 1."""
+        """Rows of the request, read from input ``name``; at least 1, or ``InvalidRequestError``."""
         values = self.inputs[name]
-        return max(1, int(values.shape[0])) if values.ndim > 0 else 1
+        num_rows = int(values.shape[0]) if values.ndim > 0 else 1
+        if num_rows == 0:
+            raise InvalidRequestError(f"{name} has no rows")
+        return num_rows
 
     def rows(self, name: str) -> "list[RequestView]":
         """A view a row, each a batch of one. ``InvalidRequestError`` when an input has not as many rows as ``name``."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from backend_engine.errors import InvalidRequestError
-from backend_engine.triton_io.feature_table import FEATURES, NEUTRAL_VALUES, Feature
+from backend_engine.triton_io.feature_table import FEATURES, Feature
 from backend_engine.triton_io.request_view import Array, OptionReader, Scalar
 from backend_engine.triton_io.tensor_rows import BLS, ENGINE, PREPROCESSING
 
@@ -42,8 +42,6 @@ def _asks(feature: Feature, name: str, values: Array) -> bool:
     if name in ("decoder_input_ids", "decoder_input_lengths"):
         # Preprocessing of every generation sends one pad id, and its length, for models that have no decoder prompt.
         return values.size > 1 and name == "decoder_input_ids"
-    if name in NEUTRAL_VALUES:
-        return bool((values != NEUTRAL_VALUES[name]).any())
     if values.dtype == np.object_:
         return any(len(value) for value in values.reshape(-1))
     return feature.counts_zero or bool(np.any(values))

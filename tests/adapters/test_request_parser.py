@@ -14,10 +14,11 @@ from backend_engine.triton_io.word_lists import WordLimits
 
 VOCAB, MAX_SEQ_LEN = 50, 100
 _KINDS: dict[str, Any] = {
-    "temperature": np.float32, "runtime_top_p": np.float32, "repetition_penalty": np.float32, "len_penalty": np.float32,
-    "presence_penalty": np.float32, "frequency_penalty": np.float32, "min_p": np.float32,
-    "random_seed": np.uint64, "seed": np.uint64, "embedding_bias": np.float32,
-    "stop_words_text": np.object_, "cache_salt": np.object_,
+    "random_seed": np.uint64, "seed": np.uint64, "stop_words_text": np.object_, "cache_salt": np.object_,
+    **dict.fromkeys(
+        ("temperature", "runtime_top_p", "runtime_top_p_decay", "runtime_top_p_min", "min_p", "repetition_penalty",
+         "len_penalty", "presence_penalty", "frequency_penalty", "embedding_bias"), np.float32,
+    ),
 }  # fmt: skip
 _BOOLS = ("stop", "streaming", "detokenize", "exclude_input_in_output", "include_stop_words_in_output")
 
@@ -126,6 +127,10 @@ def test_rows_are_trimmed_to_their_length_and_ids_to_the_vocabulary(caplog: pyte
         ({"len_penalty": float("inf")}, ["len_penalty inf"]),
         ({"repetition_penalty": 0.0}, ["repetition_penalty 0"]),
         ({"min_p": 2.0}, ["min_p 2"]),
+        ({"runtime_top_p_decay": 0.0}, ["runtime_top_p_decay 0"]),
+        ({"runtime_top_p_decay": 1.5}, ["runtime_top_p_decay 1.5"]),
+        ({"runtime_top_p_min": -0.5}, ["runtime_top_p_min -0.5"]),
+        ({"runtime_top_p_reset_ids": -2}, ["runtime_top_p_reset_ids -2"]),
         ({"end_id": -5}, ["end_id -5"]),
         ({"random_seed": 1, "seed": 2}, ["random_seed 1", "seed 2"]),
         ({"beam_width": 2}, ["Requested beam width 2 is larger than configured max beam width 1"]),

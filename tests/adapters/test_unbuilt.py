@@ -7,7 +7,7 @@ import pytest
 
 from backend_engine.errors import InvalidRequestError
 from backend_engine.triton_io import tensor_table as table
-from backend_engine.triton_io.feature_table import FEATURES, NEUTRAL_VALUES, Feature
+from backend_engine.triton_io.feature_table import FEATURES, Feature
 from backend_engine.triton_io.tensor_rows import TensorRow
 from backend_engine.triton_io.unbuilt import refuse_disaggregation, refuse_features
 
@@ -51,12 +51,11 @@ def test_using_a_feature_is_refused_by_its_name_and_the_inputs(model: str, featu
 @named(ROWS)
 def test_an_empty_input_asks_for_nothing(model: str, feature: Feature, row: TensorRow) -> None:
     refuse_features(model, {row.name: tensor(row, 1).reshape(1, -1)[:, :0]})
-    neutral = NEUTRAL_VALUES.get(row.name, 0)
     if feature.counts_zero:
         with pytest.raises(InvalidRequestError):
             refuse_features(model, {row.name: tensor(row, 0)})
     elif row.name != "decoder_input_ids":
-        refuse_features(model, {row.name: tensor(row, neutral)})
+        refuse_features(model, {row.name: tensor(row, 0)})
 
 
 def test_the_pad_id_that_preprocessing_sends_for_a_decoder_is_no_decoder_prompt() -> None:

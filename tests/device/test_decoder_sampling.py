@@ -271,6 +271,9 @@ def random_request(rng: random.Random, request_id: int, vocab_size: int) -> Any:
         temperature=maybe(rng.choice([0.0, 1e-6, 0.3, 1.0, 2.5])),
         top_k=maybe(rng.choice([0, 1, 2, 5, 50, 257, 100_000])),
         top_p=maybe(rng.choice([0.0, 1e-9, 0.3, 0.9, 0.999, 1.0])),
+        top_p_decay=maybe(rng.choice([0.5, 0.9, 1.0]), None, 0.3),
+        top_p_min=maybe(rng.choice([0.0, 0.2, 1.0])),
+        top_p_reset_ids=maybe(rng.choice([-1, token()])),
         min_p=maybe(rng.choice([0.01, 0.3, 1.0]), 0.0, 0.2),
         repetition_penalty=maybe(rng.choice([0.5, 1.3]), 1.0),
         presence_penalty=maybe(rng.choice([-0.7, 1.5]), 0.0),
@@ -356,3 +359,24 @@ def test_broken_rows_still_give_an_id_and_leave_the_others_alone() -> None:
         for entry in output.logprobs:
             assert entry is not None
             assert all(-100 <= value <= 0 for value in (entry.logprob, *(value for _, value in entry.top)))
+
+
+def test_top_p_decays_to_its_least_and_is_reset_by_a_token() -> None:
+    """Eight equally likely tokens: a top_p of p keeps the first ceil(8 p) of them."""
+    logits = torch.zeros(2000, 8)
+    asked = {"temperature": 1.0, "top_p": 1.0, "top_p_decay": 0.5, "top_p_min": 0.2, "top_p_reset_ids": 7}
+    for output, num_kept in (([], 8), ([0], 4), ([0, 0], 2), ([0, 0, 0], 2), ([0, 0, 0, 7], 8), ([7, 1], 4)):
+        requests = [make_request(i, output=output, seed=i, **asked) for i in range(2000)]
+        tokens = decode(Decoder(8, "cpu"), logits, requests).token_ids
+        assert set(tokens) == set(range(num_kept)), output
+
+
+def test_a_batch_that_stays_together_decays_step_by_step() -> None:
+    logits = torch.zeros(300, 8)
+    requests = [make_request(i, seed=i, temperature=1.0, top_p_decay=0.5) for i in range(300)]
+    decoder = Decoder(8, "cpu")
+    for num_kept in (8, 4, 2, 1):
+        tokens = decode(decoder, logits, requests).token_ids
+        assert set(tokens) == set(range(num_kept))
+        for request in requests:
+            append(request, 0)

@@ -3,6 +3,7 @@
 ``reference_token`` decodes one row by itself in plain Python and float64, straight from the definitions.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -108,6 +109,18 @@ def reference_kept(logits: Sequence[float], params: SamplingParams) -> dict[int,
     return {token_id: weight / kept_total for token_id, weight in kept.items()}
 
 
+def reference_top_p(request: LlmRequest) -> float | None:
+    """The top_p in force, token by token from the start."""
+    params = request.sampling_params
+    if params.top_p_decay is None or params.top_p_decay == 1:
+        return params.top_p
+    start = params.top_p if params.top_p is not None and 0 < params.top_p < 1 else 1.0
+    now = start
+    for token_id in request.output_token_ids:
+        now = start if token_id == params.top_p_reset_ids else max(now * params.top_p_decay, params.top_p_min or 0.0)
+    return min(now, start)
+
+
 def reference_token(raw: Sequence[float], request: LlmRequest) -> int:
     """The next token of a row with logits ``raw``."""
     params = request.sampling_params
@@ -116,9 +129,11 @@ def reference_token(raw: Sequence[float], request: LlmRequest) -> int:
         return max(range(len(raw)), key=lambda token_id: (raw[token_id], -token_id))
     if params.is_greedy:
         return max(range(len(logits)), key=lambda token_id: (logits[token_id], -token_id))
-    kept = reference_kept(logits, params)
+    top_p = reference_top_p(request)
+    kept = reference_kept(logits, dataclasses.replace(params, top_p=top_p))
     if not params.top_k or params.top_k >= len(raw):
-        has_ranking = params.top_p is not None and 0 < params.top_p < 1
+        decays = params.top_p_decay is not None and params.top_p_decay < 1
+        has_ranking = decays or (top_p is not None and 0 < top_p < 1)
     else:
         has_ranking = True
     order = list(kept) if has_ranking else sorted(kept)
