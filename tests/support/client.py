@@ -18,12 +18,13 @@ from tritonclient.utils import np_to_triton_dtype
 TIMEOUT_S = 60.0
 DTYPES: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", object), "stop_words": ("BYTES", object), "bad_words": ("BYTES", object),
-    "cache_salt": ("BYTES", object), "messages": ("BYTES", object), "embedding_bias_words": ("BYTES", object),
+    "cache_salt": ("BYTES", object), "messages": ("BYTES", object),
+    "guided_decoding_guide_type": ("BYTES", object), "embedding_bias_words": ("BYTES", object),
     "temperature": ("FP32", np.float32), "top_p": ("FP32", np.float32), "runtime_top_p": ("FP32", np.float32),
     "repetition_penalty": ("FP32", np.float32), "presence_penalty": ("FP32", np.float32),
     "frequency_penalty": ("FP32", np.float32), "embedding_bias_weights": ("FP32", np.float32),
     "length_penalty": ("FP32", np.float32), "len_penalty": ("FP32", np.float32), "embedding_bias": ("FP32", np.float32),
-    "random_seed": ("UINT64", np.uint64), "seed": ("UINT64", np.uint64),
+    "random_seed": ("UINT64", np.uint64), "seed": ("UINT64", np.uint64), "lora_task_id": ("UINT64", np.uint64),
 }  # fmt: skip
 BOOLS = ("stream", "streaming", "stop", "exclude_input_in_output", "include_stop_words_in_output")
 
