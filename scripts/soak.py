@@ -24,7 +24,7 @@ from render_repository import parse_settings, render_repository
 from triton_server import ServerOptions, TritonServer
 
 MODELS = ("ensemble", "tensorrt_llm_bls")
-WORDS = "the quick brown fox jumps over a lazy dog and runs through quiet green fields to find its way home".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog and runs through quiet green fields to find its way home"
 TIMEOUT_S = 120.0
 
 
@@ -66,7 +66,7 @@ class Traffic:
         """One request. ``RuntimeError`` when a good one fails or a bad one does not."""
         with self._lock:
             kind, model = next(self._kinds), self._rng.choice(MODELS)
-            prompt = " ".join(self._rng.choices(WORDS, k=self._rng.randint(4, 40)))
+            prompt = " ".join(self._rng.choices(SENTENCE.split(), k=self._rng.randint(4, 40)))
         fields: dict[str, object] = {"text_input": prompt, "max_tokens": self._max_tokens, "deadline_ms": 20_000}
         if kind == "bad":
             fields["temperature"] = -1.0

@@ -28,6 +28,7 @@ from backend_engine.executor.watchdog import automatic_step_timeout_s
 from backend_engine.kv_cache import sizing
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.kv_cache.populate import populate_in_background
 from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
 from backend_engine.model_engine.model_engine import ModelEngine
@@ -92,6 +93,8 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
     max_blocks_per_request = -(-config.max_seq_len // kv_cache.tokens_per_block)
     options = loaded.options
     pool = KVPool(loaded.kv_specs, num_blocks, kv_cache.tokens_per_block, options.dtype, options.device)
+    if config.device == "cpu":
+        populate_in_background(pool, pool.memory_regions())
     limits = EngineLimits(scheduler.max_batch_size, scheduler.max_num_tokens, config.max_seq_len)
     dump_path = envs.ENGINE_DUMP_STEPS.get()
     rooms = Rooms(

@@ -44,6 +44,10 @@ class KVPool:
         """Memory of all layers."""
         return sum(layer.numel() * layer.element_size() for layer in self._layers)
 
+    def memory_regions(self) -> list[tuple[int, int]]:
+        """Address and number of bytes of each layer."""
+        return [(layer.data_ptr(), layer.numel() * layer.element_size()) for layer in self._layers]
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor. On a CPU the pages come from the system zeroed, each when it is first written (numpy asks for

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
 
+# Up to this many rows: rounded up to a multiple of so many.
+_ROW_MULTIPLES = ((16, 1), (64, 8), (512, 32))
+_LARGEST_MULTIPLE = 128
+
 
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
@@ -28,6 +32,19 @@ def packing_works() -> bool:
         return torch.equal(product, x @ weight.T) and torch.equal(packed.to_dense(), weight)
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+def num_product_rows(num_rows: int) -> int:
+    """The number of rows that a packed product of ``num_rows`` rows is computed with.
+
+    oneDNN builds a kernel for each number of rows that it meets and keeps a thousand of them, some hundred kilobytes
+    each: a server whose steps have any number of tokens would grow by half a gigabyte, and wait for each kernel. So
+    larger products are rounded up.
+    """
+    for limit, multiple in _ROW_MULTIPLES:
+        if num_rows <= limit:
+            return -(-num_rows // multiple) * multiple
+    return -(-num_rows // _LARGEST_MULTIPLE) * _LARGEST_MULTIPLE
 
 
 class Unquantized(QuantMethod):
@@ -58,8 +75,12 @@ class Unquantized(QuantMethod):
         if packed is None:
             assert layer.weight is not None
             return F.linear(x, layer.weight, layer.bias)
+        num_rows = x.shape[0]
+        padding = num_product_rows(num_rows) - num_rows
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
         result: Tensor = self._product(x, packed, layer.bias, "none", [], "")
-        return result
+        return result[:num_rows] if padding else result
 
     def dequantize(self, layer: WeightedLayer) -> Tensor:
         if layer.packed_weight is not None:

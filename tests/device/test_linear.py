@@ -72,3 +72,22 @@ def test_the_pool_holds_what_the_specs_say() -> None:
     assert pool.layer(1) is pool.layers[1]
     assert not any(layer.any() for layer in pool.layers)
     assert pool.num_bytes == 5 * 16 * (KvSpec(2, 8).bytes_per_token(2) + KvSpec(1, 4).bytes_per_token(2))
+
+
+def test_products_of_any_number_of_rows_need_few_kernels() -> None:
+    rounded = [unquantized.num_product_rows(num_rows) for num_rows in range(1, 2049)]
+    assert all(num_rows <= product for num_rows, product in enumerate(rounded, 1))
+    assert rounded[:16] == list(range(1, 17)) and len(set(rounded[:512])) <= 40 and len(set(rounded)) <= 52
+    assert all(product - num_rows < max(8, num_rows // 2) for num_rows, product in enumerate(rounded, 1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_padding_changes_no_row(bias: bool) -> None:
+    layer, _, _ = loaded_linear(Unquantized(), bias)
+    x = torch.randn(70, 24, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([layer(row.unsqueeze(0)) for row in x])
+    for num_rows in (1, 16, 17, 33, 65, 70):
+        result = layer(x[:num_rows])
+        assert result.shape == (num_rows, 32)
+        exactness = {"atol": 0.0, "rtol": 0.0} if layer.packed_weight is not None else {"atol": 1e-5, "rtol": 1e-5}
+        torch.testing.assert_close(result, alone[:num_rows], **exactness)

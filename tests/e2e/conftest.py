@@ -87,7 +87,8 @@ class ProductServer(Server):
 @contextlib.contextmanager
 def serving(model_dir: Path, step_dump: Path | None = None, **settings: object) -> Iterator[ProductServer]:
     """A server in explicit mode over ``model_dir``. Afterwards its log must not show a Python traceback."""
-    filled = {key: str(value) for key, value in settings.items()}
+    small = {"max_tokens_in_paged_kv_cache": 24_576}  # several servers share the machine
+    filled = {key: str(value) for key, value in (small | settings).items()}
     with serving_repository(None, step_dump, model_dir=model_dir, settings=filled) as product:
         yield product
 
