@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
 
 # Up to this many rows: rounded up to a multiple of so many.
-_ROW_MULTIPLES = ((16, 1), (64, 8), (512, 32))
+_ROW_MULTIPLES = ((16, 1), (64, 8), (512, 16))
 _LARGEST_MULTIPLE = 128
 
 
