@@ -21,7 +21,6 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
         "bls_instance_count": "1",
         "logits_datatype": "TYPE_FP32",
         "encoder_input_features_data_type": "TYPE_FP16",
-        "prompt_embedding_table_data_type": "TYPE_FP16",
         "triton_backend": "python",
         "batching_strategy": "inflight_fused_batching",
         "max_queue_delay_microseconds": "0",
@@ -29,8 +28,8 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Placeholders of earlier templates that mean nothing now: accepted with one line.
-RETIRED = ("tokenizer_type", "worker_path", "enable_trt_overlap", "recv_poll_period_ms")
+# Placeholders of other generations of the templates that mean nothing here: accepted with one line.
+RETIRED = ("tokenizer_type", "worker_path", "prompt_embedding_table_data_type")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ ALLOWED: Mapping[str, Allowed] = MappingProxyType(
         "bls_instance_count": _COUNT,
         "logits_datatype": _LOGITS_TYPE,
         "encoder_input_features_data_type": _FLOAT_TYPE,
-        "prompt_embedding_table_data_type": _FLOAT_TYPE,
         "triton_backend": Allowed(re.compile(r"python|tensorrtllm"), "python or tensorrtllm"),
         "max_queue_delay_microseconds": _WHOLE,
         "max_queue_size": _WHOLE,

@@ -103,7 +103,11 @@ def template(model: str) -> str:
         tensors.ENSEMBLE: 'platform: "ensemble"',
         tensors.ENGINE: 'backend: "${triton_backend}"',
     }.get(model, 'backend: "python"')
-    head = f'# {_ABOUT[model]}\nname: "{model}"\n{kind}\nmax_batch_size: ${{triton_max_batch_size}}\n'
+    spare = [p.key for p in parameters_of(model) if not p.placeholder]
+    named = (
+        f"# Keys of other generations of fill lines, which mean nothing here: {', '.join(spare)}.\n" if spare else ""
+    )
+    head = f'# {_ABOUT[model]}\n{named}name: "{model}"\n{kind}\nmax_batch_size: ${{triton_max_batch_size}}\n'
     table = tensors.MODELS[model]
     body = _block("input", table.inputs) + _block("output", table.outputs) + _parameters(model)
     before, after = {

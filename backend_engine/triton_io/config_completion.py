@@ -6,10 +6,10 @@ The adapters' ``auto_complete_config`` calls ``complete``; Triton Server asks fo
 
 from typing import Any
 
-from backend_engine.triton_io.tensor_rows import ENCODER_FEATURES, FP16, FP32, LOGITS, PROMPT_TABLE, TensorRow
+from backend_engine.triton_io.tensor_rows import ENCODER_FEATURES, FP16, FP32, LOGITS, TensorRow
 from backend_engine.triton_io.tensor_table import MODELS
 
-_USUAL_TYPES = {LOGITS: FP32, ENCODER_FEATURES: FP16, PROMPT_TABLE: FP16}
+_USUAL_TYPES = {LOGITS: FP32, ENCODER_FEATURES: FP16}
 
 
 def complete(model: str, config: Any) -> Any:

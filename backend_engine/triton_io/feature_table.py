@@ -14,7 +14,6 @@ from backend_engine.triton_io.tensor_rows import (
     INT32,
     INT64,
     LOGITS,
-    PROMPT_TABLE,
     STRING,
     UINT8,
     UINT64,
@@ -82,12 +81,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "prompt tuning",
         engine=(
-            ragged("prompt_embedding_table", PROMPT_TABLE, (-1, -1), _PROMPT_TABLE_DOC),
+            ragged("prompt_embedding_table", FP16, (-1, -1), _PROMPT_TABLE_DOC),
             ragged("prompt_table_extra_ids", UINT64, (-1,), "Tell tables apart, one id a prompt token."),
             scalar_row("prompt_vocab_size", INT32, "Ids from the vocabulary's size on index the table."),
         ),
         text=(
-            optional("prompt_embedding_table", PROMPT_TABLE, (-1, -1), _PROMPT_TABLE_DOC),
+            optional("prompt_embedding_table", FP16, (-1, -1), _PROMPT_TABLE_DOC),
             optional("prompt_vocab_size", INT32, (1,), "Number of rows of the table that count."),
             optional("prompt_table_extra_id", UINT64, (1,), "Tells tables apart."),
         ),

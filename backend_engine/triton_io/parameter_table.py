@@ -28,7 +28,7 @@ class Status(StrEnum):
 class Parameter(NamedTuple):
     """One parameter. ``key`` is ``SHAPE`` for placeholders that stand in the config's own fields.
 
-    ``placeholder`` is empty for keys that old configs hold and our templates do not.
+    ``placeholder`` is empty for keys of other generations of fill lines and configs, which our templates only name.
     ``kind``: path, text, int, ints, float, bool, ids or a tuple of allowed words. ``low`` and ``high`` bound numbers.
     ``default`` is text for the documentation; the readers own the values. ``neutral``: lower-case values of a feature
     that is not built which do not ask for it.
@@ -102,10 +102,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         SHAPE, "encoder_input_features_data_type", (ENGINE,), ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32"), "required",
         "Type of encoder_input_features.",
-    ),
-    Parameter(
-        SHAPE, "prompt_embedding_table_data_type", (ENGINE, BLS, ENSEMBLE), ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32"),
-        "TYPE_FP16", "Type of prompt_embedding_table.",
     ),
     Parameter(SHAPE, "triton_backend", (ENGINE,), ("python", "tensorrtllm"), "required", "Name of the backend."),
     # Where things are.
@@ -227,6 +223,10 @@ PARAMETERS: tuple[Parameter, ...] = (
     _old("executor_worker_path", "There is no worker executable."),
     _old("worker_path", "Old spelling of executor_worker_path."),
     _old("FORCE_CPU_ONLY_INPUT_TENSORS", "Inputs are read on the CPU in any case."),
+    _old(
+        "prompt_embedding_table_data_type", "There are no embedding tables yet; their input is declared TYPE_FP16.",
+        (ENGINE, BLS, ENSEMBLE),
+    ),
     _old("tokenizer_type", "The tokenizer's folder says what it is.", (PREPROCESSING, POSTPROCESSING)),
     _unused("multi_block_mode", "A choice of the attention kernel, which we make."),
     _unused("enable_context_fmha_fp32_acc", "Sums are in float32 in any case."),

@@ -13,7 +13,6 @@ FP16, FP32, STRING = "TYPE_FP16", "TYPE_FP32", "TYPE_STRING"
 # Chosen when a template is filled.
 LOGITS = "${logits_datatype}"
 ENCODER_FEATURES = "${encoder_input_features_data_type}"
-PROMPT_TABLE = "${prompt_embedding_table_data_type}"
 
 
 class TensorRow(NamedTuple):

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 FILLED = {
     "max_batch_size": "8", "triton_max_batch_size": "8", "decoupled_mode": "true", "triton_backend": "python",
     "logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16",
-    "prompt_embedding_table_data_type": "TYPE_BF16",
 }  # fmt: skip
 INTERNAL = {"OUT_END_ID": "_PREPROCESSOR_END_ID", "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID"}
 

@@ -19,7 +19,6 @@ KINDS: dict[str, Any] = {
     "TYPE_BOOL": np.bool_, "TYPE_UINT8": np.uint8, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
     "TYPE_UINT64": np.uint64, "TYPE_FP16": np.float16, "TYPE_FP32": np.float32, "TYPE_STRING": np.object_,
     "${logits_datatype}": np.float32, "${encoder_input_features_data_type}": np.float16,
-    "${prompt_embedding_table_data_type}": np.float16,
 }  # fmt: skip
 
 
