@@ -153,6 +153,7 @@ class LLM:
             ),
             cache_salt=submission.cache_salt,
             priority=submission.priority,
+            sequence_index=submission.sequence_index,
             limits=RequestLimits(
                 None if deadline_s is None else now + deadline_s,
                 None if queue_timeout_s is None else now + queue_timeout_s,

@@ -68,15 +68,16 @@ class LlmRequest:
 
     Fixed: ``request_id`` (unique, increasing), ``client_id`` (the client's free string), ``prompt_token_ids``,
     ``sampling_params``, ``stop``, ``limits``, ``arrival_time`` (monotonic seconds), ``seed`` (of this
-    sequence), ``cache_salt``, ``priority`` (1 = most urgent .. ``MAX_PRIORITY``), ``sink`` (called by the executor
-    thread, must not block), ``stop_matcher``.
+    sequence), ``cache_salt``, ``priority`` (1 = most urgent .. ``MAX_PRIORITY``), ``sequence_index`` (which of the
+    answers to its prompt, from 0), ``sink`` (called by the executor thread, must not block), ``stop_matcher``.
     """
 
     __slots__ = (
         "arrival_time", "cache_salt", "client_id", "error", "finish_reason", "first_scheduled_time",
         "first_token_time", "last_token_time", "limits", "num_cached_tokens", "num_computed_tokens",
         "num_context_logits", "num_context_tokens", "num_promised_tokens", "num_tokens", "output_token_ids", "priority",
-        "prompt_token_ids", "request_id", "sampling_params", "seed", "sink", "stop", "stop_matcher", "stop_reason",
+        "prompt_token_ids", "request_id", "sampling_params", "seed", "sequence_index", "sink", "stop", "stop_matcher",
+        "stop_reason",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913 - the fixed fields of the noun everybody shares
@@ -92,6 +93,7 @@ class LlmRequest:
         seed: int = 0,
         cache_salt: str = "",
         priority: int = DEFAULT_PRIORITY,
+        sequence_index: int = 0,
         limits: RequestLimits = RequestLimits(),
         stop_matcher: "StopMatcher | None" = None,
     ) -> None:
@@ -105,6 +107,7 @@ class LlmRequest:
         self.seed = seed
         self.cache_salt = cache_salt
         self.priority = priority
+        self.sequence_index = sequence_index
         self.limits = limits
         self.stop_matcher = stop_matcher
 

@@ -51,10 +51,10 @@ class LiveLevels(NamedTuple):
 
 
 class _Group:
-    """Sequences of one client request, whose lengths are told as one."""
+    """The answers to one prompt, whose lengths are told as one."""
 
-    def __init__(self, num_sequences: int) -> None:
-        self.num_left = num_sequences
+    def __init__(self) -> None:
+        self.num_left = 0
         self.num_output_tokens = 0
         self.has_failed = False
 
@@ -94,10 +94,17 @@ class StatsRecorder:
 
     @contextlib.contextmanager
     def accepting(self, requests: Sequence[LlmRequest]) -> Iterator[None]:
-        """Around handing over the sequences of one client request; a refusal (an exception) undoes it. Any thread."""
-        group = _Group(len(requests))
+        """Around handing over the sequences of one client request; a refusal (an exception) undoes it. Any thread.
+
+        A new prompt begins at each sequence 0.
+        """
         with self._lock:
-            self._groups.update((request.request_id, group) for request in requests)
+            group = _Group()
+            for request in requests:
+                if request.sequence_index == 0:
+                    group = _Group()
+                group.num_left += 1
+                self._groups[request.request_id] = group
         try:
             yield
         except EngineError:

@@ -134,7 +134,9 @@ def test_a_failed_request_counts_as_one_and_has_no_latency_and_no_length() -> No
 
 def sequences(first_id: int, lengths: list[int]) -> list[LlmRequest]:
     return [
-        LlmRequest(first_id + i, [7, 8, 9], SamplingParams(max_tokens=n), StopConditions(n), Collector())
+        LlmRequest(
+            first_id + i, [7, 8, 9], SamplingParams(max_tokens=n), StopConditions(n), Collector(), sequence_index=i
+        )
         for i, n in enumerate(lengths)
     ]
 
@@ -149,6 +151,14 @@ def test_the_sequences_of_a_request_are_one_prompt_and_one_sum() -> None:
     assert stats.output_length.counts[:2] == (1, 1), "16 tokens and 4"
     assert values_of(stats.output_length) == (2, 20)
     assert stats.num_finished_total[FinishReason.LENGTH] == 4
+
+
+def test_each_row_of_a_request_is_a_prompt_of_its_own() -> None:
+    harness = Harness()
+    harness.executor.enqueue(sequences(1, [2, 5]) + sequences(3, [4]) + sequences(4, [1, 1, 1]))
+    harness.run()
+    stats = harness.executor.stats()
+    assert values_of(stats.prompt_length) == (3, 9) and values_of(stats.output_length) == (3, 14)
 
 
 def test_a_paused_request_that_is_cancelled_is_not_paused_any_more() -> None:

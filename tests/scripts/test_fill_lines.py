@@ -21,10 +21,10 @@ ENGINE = (
 LINES = [
     ("preprocessing", "tokenizer_dir:/m,tokenizer_type:auto,triton_max_batch_size:64,preprocessing_instance_count:1"),
     ("preprocessing", "tokenizer_dir:/m,triton_max_batch_size:64,preprocessing_instance_count:5,add_special_tokens:F"),
-    ("postprocessing", "tokenizer_dir:/m,tokenizer_type:llama,triton_max_batch_size:64,postprocessing_instance_count:1"),
+    ("postprocessing", "tokenizer_dir:/m,tokenizer_type:auto,triton_max_batch_size:64,postprocessing_instance_count:1"),
     ("tensorrt_llm", ENGINE),
     ("tensorrt_llm", ENGINE + ",prompt_embedding_table_data_type:TYPE_FP16,lookahead_window_size:,max_queue_size:6"),
-    ("tensorrt_llm", ENGINE.replace("inflight_fused_batching", "V1") + ",enable_trt_overlap:False,gpu_device_ids:0\\,1"),
+    ("tensorrt_llm", ENGINE.replace("inflight_fused_batching", "V1") + ",enable_trt_overlap:0,gpu_device_ids:0\\,1"),
     ("tensorrt_llm_bls", "triton_max_batch_size:64,decoupled_mode:True,bls_instance_count:1,accumulate_tokens:False,"
      "logits_datatype:TYPE_FP16,prompt_embedding_table_data_type:TYPE_FP16"),
     ("tensorrt_llm_bls", "triton_max_batch_size:4,decoupled_mode:true,bls_instance_count:4,logits_datatype:TYPE_FP32"),
