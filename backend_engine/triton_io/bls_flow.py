@@ -14,7 +14,7 @@ import numpy as np
 from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import tensor_table
-from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, ModelCallError
+from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, UNAVAILABLE, ModelCallError
 from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.parameters import BlsParameters
 from backend_engine.triton_io.request_parser import request_timeout_ms
@@ -27,6 +27,7 @@ _log = get_logger(__name__)
 INT32_MAX = 2**31 - 1
 _PASSED_ON = tuple(row.name for row in tensor_table.MODELS[tensor_table.BLS].outputs if row.name != "text_output")
 _ENGINE_OUTPUTS = ("text_output", "error", "error_code", "more", *_PASSED_ON)
+_NOT_READY = "is not ready"
 _TRUE = np.ones((1, 1), np.bool_)
 _ABOUT_ANOTHER: dict[str, Array] = {
     "input_ids": np.zeros((1, 1), np.int32),
@@ -132,7 +133,8 @@ def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
         if failure is not None:
             continue
         if response.error is not None:
-            failure = ModelCallError(INTERNAL, response.error)
+            # Triton Server's own words, and no class, when the model is not loaded (or its engine is dead).
+            failure = ModelCallError(UNAVAILABLE if _NOT_READY in response.error else INTERNAL, response.error)
             continue
         message = first_text(response.outputs, "error") or first_text(response.outputs, "ERROR")
         if message:

@@ -108,6 +108,15 @@ def test_rows_go_through_together_and_come_back_with_their_indices() -> None:
     assert second["num_return_sequences"].tolist() == [[1], [1], [2]] and second["piecewise"].shape == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("message", "code"), [("Model 'tensorrt_llm' is not ready", "UNAVAILABLE"), ("something broke", "INTERNAL")]
+)
+def test_a_model_that_is_not_loaded_is_unavailable(message: str, code: str) -> None:
+    with pytest.raises(ModelCallError, match=message) as caught:
+        run(Models(ModelResponse({}, message)))
+    assert caught.value.code == code
+
+
 def test_an_error_of_one_row_stops_the_others() -> None:
     error = ModelResponse({"error": text("row 1: no"), "error_code": text("UNAVAILABLE"), "text_output": text("")})
     models = Models(piece(" x"), error, piece(" never"))
