@@ -198,13 +198,6 @@ def test_an_error_of_another_model_keeps_its_class(code: str, models: Callable[[
     assert caught.value.code == code
 
 
-def test_an_error_of_triton_itself_is_internal() -> None:
-    models = Models(ModelResponse({}, "Model is not ready"))
-    with pytest.raises(ModelCallError, match="not ready") as caught:
-        run(models)
-    assert caught.value.code == "INTERNAL"
-
-
 @pytest.mark.parametrize(
     ("request_view", "message"),
     [
