@@ -25,8 +25,20 @@ from backend_engine.triton_io.unbuilt import refuse_features
 _log = get_logger(__name__)
 
 INT32_MAX = 2**31 - 1
-_PASSED_ON = tuple(row.name for row in tensor_table.MODELS[tensor_table.BLS].outputs if row.name != "text_output")
-_ENGINE_OUTPUTS = ("text_output", "error", "error_code", "more", *_PASSED_ON)
+_ALWAYS = ("text_output", "error", "error_code", "more")
+# Outputs of the engine model by the input that asks for them. Asking for no others spares each piece their names.
+_ASKED_BY: dict[str, tuple[str, ...]] = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_context_logits": ("context_logits",),
+    "return_generation_logits": ("generation_logits",),
+    "return_perf_metrics": tuple(row.name for row in tensor_table.PERF_ROWS),
+    "return_kv_cache_reuse_stats": tuple(row.name for row in tensor_table.PERF_ROWS),
+    "return_finish_reason": ("finish_reason",),
+    "return_stop_reason": ("stop_reason",),
+    "return_num_input_tokens": ("num_input_tokens",),
+    "return_num_output_tokens": ("num_output_tokens",),
+    "num_return_sequences": ("sequence_index",),
+}
 _NOT_READY = "is not ready"
 _TRUE = np.ones((1, 1), np.bool_)
 _ABOUT_ANOTHER: dict[str, Array] = {
@@ -87,7 +99,7 @@ class BlsFlow:
                     place = (_index(outputs, "batch_index"), _index(outputs, "sequence_index"))
                     texts[place] += piece[0].decode("utf-8") if len(piece) else ""
                     piece = string_array(texts[place]).reshape(-1)
-                yield {"text_output": piece} | {name: outputs[name] for name in _PASSED_ON if name in outputs}
+                yield {"text_output": piece} | {n: values for n, values in outputs.items() if n not in _ALWAYS}
         except ModelCallError:
             if num_rows > 1 or np.any(engine_inputs.get("num_return_sequences", 1) != 1):
                 self.stop(inner_id)
@@ -102,11 +114,12 @@ class BlsFlow:
 
     def _pieces(self, inputs: Mapping[str, Array], num_rows: int, inner_id: str) -> Iterator[Mapping[str, Array]]:
         """What the engine says, one call a piece: see ``ResponseStream`` for why not one call for all of them."""
+        names = _wanted_outputs(inputs, num_rows)
         inputs = {**inputs, "piecewise": np.tile(_TRUE, (num_rows, 1))}
         more = True
         while more:
             more = False
-            for outputs in _good(self._call_model(self._parameters.engine_model, inputs, _ENGINE_OUTPUTS, inner_id)):
+            for outputs in _good(self._call_model(self._parameters.engine_model, inputs, names, inner_id)):
                 more = bool(outputs["more"].any())
                 yield outputs
             inputs = _ABOUT_ANOTHER | {"next_piece": _TRUE, "return_errors_in_band": _TRUE}
@@ -144,6 +157,13 @@ def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
             yield response.outputs
     if failure is not None:
         raise failure
+
+
+def _wanted_outputs(inputs: Mapping[str, Array], num_rows: int) -> tuple[str, ...]:
+    """The outputs that a request to the engine model can get, each once."""
+    asked = [names for field, names in _ASKED_BY.items() if field in inputs and inputs[field].any()]
+    rows = ("batch_index",) if num_rows > 1 else ()
+    return tuple(dict.fromkeys((*_ALWAYS, *rows, *(name for names in asked for name in names))))
 
 
 def _index(outputs: Mapping[str, Array], name: str) -> int:

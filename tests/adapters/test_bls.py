@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from backend_engine.errors import InvalidRequestError
+from backend_engine.triton_io import tensor_table
 from backend_engine.triton_io.bls_flow import BlsFlow, ModelResponse
 from backend_engine.triton_io.bls_service import BlsService
 from backend_engine.triton_io.error_codes import ModelCallError
@@ -53,6 +54,7 @@ class Models:
     ) -> Iterator[ModelResponse]:
         assert decoupled == (model != "preprocessing")
         self.calls.append((model, inputs, request_id))
+        self.names = list(outputs)
         if model == "preprocessing":
             yield self.preprocessing
         elif "stop" in inputs:
@@ -117,6 +119,19 @@ def test_a_model_that_is_not_loaded_is_unavailable(message: str, code: str) -> N
     assert caught.value.code == code
 
 
+def test_only_outputs_that_the_request_asks_for_are_asked_of_the_engine() -> None:
+    models = Models(piece(" x"))
+    run(models)
+    assert models.names == ["text_output", "error", "error_code", "more"]
+    known = {row.name for row in tensor_table.MODELS[tensor_table.BLS].outputs} | set(models.names)
+    flags = [row.name for row in tensor_table.MODELS[tensor_table.BLS].inputs if row.name.startswith("return_")]
+    models = Models(piece(" x"))
+    two = {"text_input": np.array([[b"a"], [b"b"]], dtype=np.object_), "max_tokens": np.array([[5], [6]], np.int32)}
+    sequences = np.array([[2], [2]], np.int32)
+    run(models, view(**two, num_return_sequences=sequences, **{flag: np.array([[True]] * 2) for flag in flags}))
+    assert set(models.names) == known and len(models.names) == len(known)
+
+
 def test_an_error_of_one_row_stops_the_others() -> None:
     error = ModelResponse({"error": text("row 1: no"), "error_code": text("UNAVAILABLE"), "text_output": text("")})
     models = Models(piece(" x"), error, piece(" never"))
@@ -174,7 +189,7 @@ def test_accumulated_text_and_what_else_was_asked_for() -> None:
     models = Models(piece(" 1"), piece(" 2", finish_reason=reason, cum_log_probs=np.zeros((1, 1), np.float32)))
     responses = run(models, accumulate_tokens=True, engine_model="other")
     assert texts(responses) == [" 1", " 1 2"] and models.calls[1][0] == "other"
-    assert list(responses[1]) == ["text_output", "cum_log_probs", "finish_reason"]
+    assert set(responses[1]) == {"text_output", "cum_log_probs", "finish_reason"}
     assert texts(run(Models(piece(" 1"), piece(" 2")))) == [" 1", " 2"]
 
 
