@@ -177,8 +177,11 @@ class LlmRequest:
         """Count ``num_tokens`` more as computed; called as soon as the step that computes them is launched."""
         assert 0 < num_tokens <= self.num_pending_tokens, (num_tokens, self)
         self.num_computed_tokens += num_tokens
-        if self.num_context_logits < len(self.prompt_token_ids):
-            self.num_context_logits = min(self.num_computed_tokens, len(self.prompt_token_ids))
+
+    def count_context_logits(self) -> None:
+        """The logits of the prompt tokens computed so far are on their way; a pause does not ask for them again."""
+        num_now = min(self.num_computed_tokens, len(self.prompt_token_ids))
+        self.num_context_logits = max(self.num_context_logits, num_now)
 
     def promise(self, num_tokens: int = 1) -> None:
         """A launched step will yield ``num_tokens`` new tokens."""

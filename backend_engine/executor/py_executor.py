@@ -16,7 +16,7 @@ from backend_engine.core.outputs import DecoderOutput, RequestOutput
 from backend_engine.core.request import FinishReason, LlmRequest
 from backend_engine.errors import DeadlineExceededError, EngineError, OutOfCapacityError, StepFailedError
 from backend_engine.executor.deadlines import Deadlines
-from backend_engine.executor.final_output import final_output
+from backend_engine.executor.final_output import final_output, with_extras
 from backend_engine.executor.iteration_stats import EngineStats, IterationStats
 from backend_engine.executor.outbox import Outbox
 from backend_engine.executor.request_queue import RequestQueue
@@ -250,12 +250,14 @@ class PyExecutor:
             request.advance(num_tokens)
             if needs_logits:
                 request.promise()
+        for row in output.context:
+            row.request.count_context_logits()
 
     def _apply(self, output: SchedulerOutput, decoded: DecoderOutput) -> list[LlmRequest]:
         """Give each request its token; return those that end with it."""
         finished: list[LlmRequest] = []
         outgoing = self._outgoing
-        all_logprobs = decoded.logprobs
+        is_plain = decoded.logprobs is None and not decoded.generation_logits
         num_generated, now = 0, time.monotonic()
         gaps: list[float] = []
         for request_id, values in decoded.context_logits.items():
@@ -282,19 +284,13 @@ class PyExecutor:
                     word = request.stop_matcher.append(token_id)
                     if word is not None:
                         finish = Finish(FinishReason.STOP, word, True)
-            logprobs = all_logprobs[index] if all_logprobs is not None and token_ids else None
-            listed = None if logprobs is None else [logprobs]
-            logits = decoded.generation_logits.get(request.request_id) if token_ids else None
             if finish is None:
-                outgoing.append(
-                    (request, RequestOutput(request.request_id, token_ids, logprobs=listed, generation_logits=logits))
-                )
+                new = RequestOutput(request.request_id, token_ids)
             else:
                 request.finish(finish.reason, stop_reason=finish.stop_reason)
                 finished.append(request)
-                kv_usage = self._kv_cache.usage(request.request_id)
-                last = final_output(request, token_ids, kv_usage)
-                outgoing.append((request, last._replace(logprobs=listed, generation_logits=logits)))
+                new = final_output(request, token_ids, self._kv_cache.usage(request.request_id))
+            outgoing.append((request, new if is_plain else with_extras(new, decoded, index)))
         self._recorder.note_tokens(num_generated, gaps)
         return finished
 
