@@ -123,7 +123,7 @@ def test_several_postprocessing_instances_are_refused_where_they_would_reorder_a
 
 def test_what_does_not_count_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    log = logging.getLogger("backend_engine.triton_io.parameters")
+    log = logging.getLogger("backend_engine.triton_io.parameter_reader")
     for level in ("info", "warning"):
         monkeypatch.setattr(log, level, lambda text, *values: lines.append(text % values))
     engine(guided_decoding_backend="xgrammar", multi_block_mode="true", EXECUTION_ENV="x", decoding_mode="top_k")
