@@ -17,7 +17,7 @@ from backend_engine.triton_io import tensor_table
 from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, UNAVAILABLE, ModelCallError
 from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.parameters import BlsParameters
-from backend_engine.triton_io.request_parser import request_timeout_ms
+from backend_engine.triton_io.request_fields import request_timeout_ms
 from backend_engine.triton_io.request_view import Array, OptionReader, RequestView, first_text
 from backend_engine.triton_io.response_builder import string_array
 from backend_engine.triton_io.unbuilt import refuse_features

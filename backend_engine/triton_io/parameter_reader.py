@@ -1,7 +1,7 @@
 """``ParameterReader``: typed access to the parameters of one model's config, by ``parameter_table``.
 
-The readers of ``parameters.py`` use it. A value that is empty or still a ``${placeholder}`` counts as unset; problems are
-collected and raised together.
+The readers of ``parameters.py`` use it. A value that is empty or still a ``${placeholder}`` counts as unset; problems
+are collected and raised together.
 """
 
 from collections.abc import Mapping

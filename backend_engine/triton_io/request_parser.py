@@ -4,7 +4,6 @@ Called by the engine adapter, once a request. Everything that is out of range is
 ``SamplingParams``, and always under the name that the client used. Never imports Triton Server's module.
 """
 
-import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from backend_engine.config.sampling_params import SamplingParams
-from backend_engine.core.request import DEFAULT_PRIORITY, MAX_PRIORITY
 from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.triton_io import tensor_table
@@ -25,6 +23,12 @@ from backend_engine.triton_io.engine_request import (
     StopRequest,
 )
 from backend_engine.triton_io.parameter_guard import ParameterGuard
+from backend_engine.triton_io.request_fields import (
+    build_sampling_params,
+    read_milliseconds,
+    read_priority,
+    request_timeout_ms,
+)
 from backend_engine.triton_io.request_view import Array, OptionReader, RequestView, scalar
 from backend_engine.triton_io.tensor_rows import ENGINE, FP32
 from backend_engine.triton_io.unbuilt import refuse_beams, refuse_features
@@ -37,11 +41,6 @@ ROWS_NEED_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy: "
     "the request has {} rows and decoupled_mode is false"
 )
-# Fields of SamplingParams whose refusals are reworded to the client's name, longest first.
-_REWORDED = (
-    "repetition_penalty", "frequency_penalty", "presence_penalty", "temperature", "max_tokens", "min_tokens",
-    "end_id", "top_p_reset_ids", "top_p_decay", "top_p_min", "top_k", "top_p", "min_p", "seed", "n",
-)  # fmt: skip
 
 
 class RequestParser:
@@ -259,43 +258,3 @@ def _first_row(view: RequestView) -> RequestView:
     if "input_ids" not in view.inputs or view.num_rows("input_ids") == 1:
         return view
     return view.rows("input_ids")[0]
-
-
-def read_priority(reader: OptionReader) -> int:
-    """1 = most urgent, up to ``MAX_PRIORITY``; 0 and absent mean the middle."""
-    value = reader.integer("priority")
-    if value is not None and not 0 <= value <= MAX_PRIORITY:
-        name = reader.name("priority")
-        raise InvalidRequestError(
-            f"{name} {value} is out of range; it must be 1 (most urgent) to {MAX_PRIORITY}, or 0 for the middle"
-        )
-    return value or DEFAULT_PRIORITY
-
-
-def read_milliseconds(reader: OptionReader, name: str, default: int | None) -> int | None:
-    """A time limit; 0 and absent mean the model's default."""
-    value = reader.integer(name)
-    if value is not None and value < 0:
-        raise InvalidRequestError(f"{reader.name(name)} {value} is out of range; it must be 0 or more")
-    return value or default
-
-
-def request_timeout_ms(view: RequestView) -> float | None:
-    """Triton's own request timeout (microseconds; a request parameter over /generate) in milliseconds, if set."""
-    sent = view.parameters.get("timeout", 0)
-    timeout_us = view.timeout_us or (sent if isinstance(sent, int) and not isinstance(sent, bool) else 0)
-    return timeout_us / 1000 if timeout_us > 0 else None
-
-
-def build_sampling_params(values: dict[str, Any], reader: OptionReader) -> SamplingParams:
-    """``SamplingParams(**values)``; a refusal is reworded to the names that the client used."""
-    try:
-        return SamplingParams(**values)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(_reword(str(error), _REWORDED, reader)) from None
-
-
-def _reword(message: str, fields: Sequence[str], reader: OptionReader) -> str:
-    pattern = r"\b(" + "|".join(fields) + r")\b"
-    names = {"n": "num_return_sequences"}
-    return re.sub(pattern, lambda match: reader.name(names.get(match[1], match[1])), message)
