@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.client import Response, Server, grpc_all
+from tests.support.client import GrpcStream, Response, Server, grpc_all
 
 pytestmark = pytest.mark.triton
 TEXT_MODELS = ["ensemble", "tensorrt_llm_bls"]
@@ -137,3 +137,34 @@ def test_several_answers_are_too_many_for_generate(table_server: Server, model: 
     texts = ["".join(e["text_output"] for e in events if e.get("sequence_index") == i) for i in (0, 1)]
     assert texts == [" 1 2 3"] * 2
     assert table_server.text(model, text_input="Count", max_tokens=3) == " 1 2 3"
+
+
+@pytest.mark.parametrize("model", ENTRY)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_row_that_fails_later_fails_alone_or_ends_the_request(
+    narrow_server: Server, table_ids: dict[str, int], model: str, stream: bool
+) -> None:
+    """One request runs at a time, so the second row waits longer than it may."""
+    limits = np.array([[0], [100]], np.int32)
+    given: dict[str, Any] = {"queue_timeout_ms": limits, "exclude_input_in_output": column([True, True], np.bool_)}
+    lengths = np.array([[40], [3]], np.int32)
+    if model == "tensorrt_llm":
+        ids = column([table_ids["Long"], table_ids["Count"]], np.int32)
+        given |= {"input_ids": ids, "input_lengths": column([1, 1], np.int32), "request_output_len": lengths}
+        given["streaming"] = column([stream] * 2, np.bool_)
+    else:
+        given |= {"text_input": column([b"Long", b"Count"], np.object_), "max_tokens": lengths}
+        given["stream"] = column([stream] * 2, np.bool_)
+    responses = []
+    client = GrpcStream(narrow_server.grpc)
+    client.send(model, **given)
+    while not responses or not responses[-1].final or (model == "tensorrt_llm" and responses[-1].error):
+        responses.append(client.next())
+    client.close()
+    errors = [response.error for response in responses if response.error]
+    assert len(errors) == 1 and "row 1: timed out" in errors[0] and "in the queue" in errors[0]
+    if model == "tensorrt_llm":
+        tokens = [i for r in responses if r.outputs for i in r.outputs["output_ids"].reshape(-1).tolist()]
+        assert len(tokens) == 40 and responses[-1].error is None
+    assert narrow_server.text("ensemble", text_input="Count", max_tokens=3) == " 1 2 3"
+    narrow_server.wait_for("nv_trt_llm_request_metrics", "active", 0)  # type: ignore[attr-defined]
