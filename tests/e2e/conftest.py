@@ -152,10 +152,11 @@ def whole_server(table_model_dir: Path) -> Iterator[ProductServer]:
 
 @pytest.fixture(scope="session")
 def narrow_server(table_model_dir: Path) -> Iterator[ProductServer]:
-    """The table model, one request at a time, at 10 ms a step, with little room for logits."""
+    """The table model, one request at a time, at 10 ms a step, six waiting, with little room for logits."""
     with serving(
-        table_model_dir, max_batch_size=1, debug_step_delay_ms=10, stats_check_period_ms=10, max_logits_bytes=10_000
-    ) as server:
+        table_model_dir, max_batch_size=1, debug_step_delay_ms=10, stats_check_period_ms=10, max_logits_bytes=10_000,
+        max_queue_size=6,
+    ) as server:  # fmt: skip
         yield server
 
 

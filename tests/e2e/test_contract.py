@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backend_engine.triton_io.feature_table import FEATURES
-from tests.support.client import Server, grpc_all, tensor
+from tests.support.client import Server, at_once, grpc_all, tensor
 
 pytestmark = pytest.mark.triton
 TEXT_MODELS = ["ensemble", "tensorrt_llm_bls"]
@@ -203,6 +203,22 @@ def test_queue_timeouts_reach_the_engine(narrow_server: Server, table_ids: dict[
         (*_, last) = grpc_all(narrow_server.grpc, model, parameters=parameters, **request)
         assert last.error is not None and "in the queue" in last.error
     blocker.join()
+
+
+@pytest.mark.parametrize("model", ENTRY)
+def test_a_full_queue_refuses_clearly_and_serves_the_rest(
+    narrow_server: Server, table_ids: dict[str, int], model: str
+) -> None:
+    """Either the engine's queue refuses or, before it, Triton Server's own of the same size."""
+    request = count(model, table_ids, max_tokens=6)
+    results = at_once([lambda: grpc_all(narrow_server.grpc, model, **request)] * 40)
+    errors = [responses[-1].error for responses in results if responses[-1].error]
+    assert 0 < len(errors) < 40
+    assert all("Maximum queue size of 6" in e or "Exceeds maximum queue size" in e for e in errors), set(errors)
+    if model == "tensorrt_llm":
+        assert any("Maximum queue size of 6 has been reached" in e for e in errors)
+    narrow_server.wait_for("nv_trt_llm_request_metrics", "active", 0)  # type: ignore[attr-defined]
+    assert narrow_server.text("ensemble", text_input="Count", max_tokens=3) == " 1 2 3"
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
