@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import mmap
 import time
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from backend_engine.kv_cache import populate
 
 
 class Owner:
-    """Holds the memory."""
+    """Holds memory that is fresh from the system (numpy's own may be a piece that was used before)."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.array = np.zeros(num_bytes, np.uint8)
+        self.array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
     @property
     def region(self) -> tuple[int, int]:
