@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backend_engine.core.request import FinishReason
+from backend_engine.core.request import FinishReason, LlmRequest
 from backend_engine.errors import EngineError
 
 LogitsArray = NDArray[np.float32]
@@ -50,6 +50,11 @@ class Usage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+
+    @classmethod
+    def of(cls, request: LlmRequest) -> "Usage":
+        """The counts of ``request`` now."""
+        return cls(len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids))
 
 
 class KvUsage(NamedTuple):

@@ -17,7 +17,7 @@ def final_output(request: LlmRequest, token_ids: list[int], kv_usage: KvUsage) -
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
-        usage=Usage(len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids)),
+        usage=Usage.of(request),
         kv_usage=kv_usage,
         times=RequestTimes(
             request.arrival_time, request.first_scheduled_time, request.first_token_time, request.last_token_time

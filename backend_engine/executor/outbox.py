@@ -84,8 +84,8 @@ class Outbox:
         for request in living:
             was_run = request.first_scheduled_time is not None
             error: EngineError = (StepFailedError if was_run else ShutdownError)(self._closed_because)
-            usage = Usage(len(request.prompt_token_ids), request.num_cached_tokens, len(request.output_token_ids))
-            final = RequestOutput(request.request_id, [], True, FinishReason.ERROR, error=error, usage=usage)
+            reason = FinishReason.ERROR
+            final = RequestOutput(request.request_id, [], True, reason, error=error, usage=Usage.of(request))
             _hand_over(request, final)
 
 
