@@ -23,7 +23,7 @@ class RequestDefaults:
     skip_special_tokens: bool = True
     max_beam_width: int = 1
     max_sequences: int = 64
-    max_logits_bytes: int = 256 << 20
+    max_logits_bytes: int = 64 << 20
     logits_dtype: str = FP32
     word_limits: WordLimits = field(default_factory=WordLimits)
 

@@ -67,15 +67,16 @@ def read_engine(model_config: Mapping[str, Any]) -> EngineParameters:
     reader = ParameterReader(ENGINE, model_config)
     model_dir = reader.require("gpt_model_path")
     reader.check()
+    usual = RequestDefaults()
     defaults = RequestDefaults(
         exclude_input_in_output=reader.get("exclude_input_in_output", False),
         include_stop_words_in_output=reader.get("include_stop_words_in_output", True),
         deadline_ms=reader.get("default_deadline_ms", 600_000) or None,
         queue_timeout_ms=reader.get("default_queue_timeout_ms", 0) or None,
         skip_special_tokens=reader.get("skip_special_tokens", True),
-        max_beam_width=reader.get("max_beam_width", 1),
-        max_sequences=reader.get("max_sequences", 64),
-        max_logits_bytes=reader.get("max_logits_bytes", 64 << 20),
+        max_beam_width=reader.get("max_beam_width", usual.max_beam_width),
+        max_sequences=reader.get("max_sequences", usual.max_sequences),
+        max_logits_bytes=reader.get("max_logits_bytes", usual.max_logits_bytes),
         logits_dtype=_logits_dtype(model_config),
         word_limits=_word_limits(reader),
     )
