@@ -68,7 +68,8 @@ class RequestParser:
 
     def parse(self, view: RequestView) -> EngineRequest | StopRequest | NextPieceRequest:
         """The request, or ``InvalidRequestError``."""
-        reader = OptionReader(_first_row(view), text_names=False)
+        views = view.rows("input_ids") if "input_ids" in view.inputs else [view]
+        reader = OptionReader(views[0], text_names=False)
         if reader.boolean("stop"):
             if not view.request_id:
                 raise InvalidRequestError("Trying to stop a request but request ID is not provided")
@@ -82,12 +83,12 @@ class RequestParser:
             self._guard.check(view)
         if "input_ids" not in view.inputs:
             raise InvalidRequestError("input_ids (or encoder_input_features) is not present in the request.")
-        num_rows = view.num_rows("input_ids")
+        num_rows = len(views)
         if num_rows > 1 and not self._decoupled:
             raise InvalidRequestError(ROWS_NEED_DECOUPLED.format(num_rows))
         self._check_num_sequences(num_rows, num_rows)
         rows = []
-        for index, row in enumerate(view.rows("input_ids")):
+        for index, row in enumerate(views):
             try:
                 rows.append(self._row(row, from_text))
             except InvalidRequestError as error:
@@ -251,10 +252,3 @@ class RequestParser:
 def _id_list(view: RequestView, name: str) -> list[int]:
     values = view.inputs.get(name)
     return [] if values is None else [int(token_id) for token_id in values.reshape(-1)]
-
-
-def _first_row(view: RequestView) -> RequestView:
-    """What a request says that all its rows share."""
-    if "input_ids" not in view.inputs or view.num_rows("input_ids") == 1:
-        return view
-    return view.rows("input_ids")[0]

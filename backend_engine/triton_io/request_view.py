@@ -39,24 +39,27 @@ class RequestView:
         return cls(inputs, parameters, request.request_id(), int(request.timeout()), outputs)
 
     def num_rows(self, name: str) -> int:
-        """Rows of the request, read from input ``name``; at least 1, or ``InvalidRequestError``."""
+        """Rows of the request, read from input ``name``; at least 1.
+
+        ``InvalidRequestError`` when there are none, or several and an input has not as many.
+        """
         values = self.inputs[name]
         num_rows = int(values.shape[0]) if values.ndim > 0 else 1
         if num_rows == 0:
             raise InvalidRequestError(f"{name} has no rows")
-        return num_rows
-
-    def rows(self, name: str) -> "list[RequestView]":
-        """A view a row, each a batch of one. ``InvalidRequestError`` when an input has not as many rows as ``name``."""
-        num_rows = self.num_rows(name)
-        if num_rows == 1:
-            return [self]
-        for other, values in self.inputs.items():
+        for other, values in self.inputs.items() if num_rows > 1 else ():
             if values.ndim == 0 or values.shape[0] != num_rows:
                 raise InvalidRequestError(
                     f"{other} has {values.shape[0] if values.ndim else 1} rows and {name} {num_rows}; "
                     "they must be as many"
                 )
+        return num_rows
+
+    def rows(self, name: str) -> "list[RequestView]":
+        """A view a row, each a batch of one; refuses what ``num_rows`` refuses."""
+        num_rows = self.num_rows(name)
+        if num_rows == 1:
+            return [self]
         return [
             replace(self, inputs={key: values[row : row + 1] for key, values in self.inputs.items()})
             for row in range(num_rows)
