@@ -2,7 +2,9 @@
 
 Layers hand over q, k, v and never learn which backend they are in. Shapes are the contract:
 q ``[num_tokens, num_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``,
-kv ``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`` (index 0 of the second axis is K).
+kv ``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`` (index 0 of the second axis is K). With
+``AttentionSpec.value_dim`` keys and values are one: k ``[num_tokens, 1, head_dim]``, v its first ``value_dim``
+elements, kv ``[num_blocks, 1, tokens_per_block, 1, head_dim]``.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +24,9 @@ IntArray = npt.NDArray[Any]
 class AttentionSpec:
     """One layer's attention. ``scale`` multiplies q·k; ``sliding_window`` w: a token sees itself and w - 1 before it;
     ``logit_softcap`` c: scores become ``c * tanh(score / c)``. ``num_heads`` is a multiple of ``num_kv_heads``.
+    ``value_dim``: the cache holds one vector a token, whose first ``value_dim`` elements are the value (``None`` = keys
+    and values are stored apart). ``has_sinks``: every head has a learned score that takes part in the softmax and
+    stands for no token.
     """
 
     layer_idx: int
@@ -31,6 +36,8 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     logit_softcap: float | None = None
+    value_dim: int | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,5 +83,10 @@ class AttentionBackend(ABC):
         """Plan the step."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor) -> Tensor:
-        """Write k and v into the blocks, then attend. Returns ``[num_tokens, num_heads, head_dim]``."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Write k and v into the blocks, then attend. ``sinks [num_heads]``: the learned scores of ``has_sinks``.
+
+        Returns ``[num_tokens, num_heads, width of a value]``.
+        """

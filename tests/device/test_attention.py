@@ -7,97 +7,15 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from backend_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec
+from backend_engine.attention.interface import AttentionBackend, AttentionSpec
 from backend_engine.attention.select import select_backend
 from backend_engine.attention.torch_attention import TorchAttention
 from backend_engine.errors import ConfigError
-from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.plugins.registry import Registry
-
-CPU = torch.device("cpu")
-SPEC = AttentionSpec(layer_idx=0, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)
-SIZE = 4
-MAX_LEN = 24 * SIZE
-LAYOUTS = {"paged": SIZE, "contiguous": MAX_LEN, "contiguous_of_prime_length": MAX_LEN + 1}
-Row = tuple[int, int]  # tokens computed before, tokens now
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The last ``len(q)`` tokens of one request against all of its keys, head by head, in float64."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    first = len(k) - len(q)
-    for head in range(spec.num_heads):
-        keys, values = (t[:, head // (spec.num_heads // spec.num_kv_heads)].double() for t in (k, v))
-        for i in range(len(q)):
-            low = 0 if spec.sliding_window is None else max(0, first + i + 1 - spec.sliding_window)
-            scores = keys[low : first + i + 1] @ q[i, head].double() * spec.scale
-            if spec.logit_softcap is not None:
-                scores = torch.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-            out[i, head] = scores.softmax(0) @ values[low : first + i + 1]
-    return out
-
-
-class Cache:
-    """Requests with shuffled blocks; remembers all keys and values for ``dense``."""
-
-    def __init__(
-        self, num_requests: int, spec: AttentionSpec, dtype: torch.dtype, seed: int = 0, size: int = SIZE
-    ) -> None:
-        self.spec, self.dtype, self.size = spec, dtype, size
-        self.backend: AttentionBackend = TorchAttention(TorchOps(), CPU)
-        self.random = [torch.Generator().manual_seed(100 * seed + i) for i in range(num_requests)]
-        self.max_blocks = -(-MAX_LEN // size)
-        ids = np.random.default_rng(seed).permutation(num_requests * self.max_blocks)
-        self.tables = ids.reshape(num_requests, self.max_blocks).astype(np.int32)
-        self.kv = torch.full((len(ids), 2, size, spec.num_kv_heads, spec.head_dim), math.nan, dtype=dtype)
-        empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=dtype)
-        self.keys, self.values = [empty] * num_requests, [empty] * num_requests
-
-    def draw(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v of the rows' new tokens; a request's values do not depend on who else is in the step."""
-        heads, dim = self.spec.num_heads, self.spec.head_dim
-        all_heads = heads + 2 * self.spec.num_kv_heads
-        drawn = [torch.randn(count, all_heads, dim, generator=self.random[request]) for request, count in rows]
-        q, k, v = torch.cat(drawn).to(self.dtype).split((heads, self.spec.num_kv_heads, self.spec.num_kv_heads), 1)
-        return q, k, v
-
-    def step(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of (request, new tokens), those with one token last; returns what came out and what should."""
-        spec, size = self.spec, self.size
-        q_lens = np.array([count for _, count in rows], np.int32)
-        q, k, v = self.draw(rows)
-        expected, slots, start = [], [], 0
-        for request, count in rows:
-            new = slice(start, start + count)
-            first = len(self.keys[request])
-            self.keys[request] = torch.cat((self.keys[request], k[new]))
-            self.values[request] = torch.cat((self.values[request], v[new]))
-            table = self.tables[request]
-            slots += [int(table[p // size]) * size + p % size for p in range(first, first + count)]
-            expected.append(dense(q[new], self.keys[request], self.values[request], spec))
-            start += count
-        kv_lens = np.array([len(self.keys[request]) for request, _ in rows], np.int32)
-        tables = self.tables[[request for request, _ in rows]]
-        num_contexts = int((q_lens > 1).sum())
-        metadata = AttentionMetadata(
-            num_contexts=num_contexts,
-            num_ctx_tokens=int(q_lens[:num_contexts].sum()),
-            tokens_per_block=size,
-            q_lens=torch.from_numpy(q_lens),
-            kv_lens=torch.from_numpy(kv_lens),
-            block_tables=torch.from_numpy(tables),
-            slot_mapping=torch.tensor(slots, dtype=torch.int32),
-            q_lens_host=q_lens,
-            kv_lens_host=kv_lens,
-            block_tables_host=tables,
-        )
-        self.backend.prepare(metadata)
-        return self.backend.forward(q, k, v, spec, self.kv), torch.cat(expected)
-
+from tests.support.attention_cache import CPU, LATENT, LAYOUTS, MAX_LEN, SPEC, Cache
 
 VARIANTS = {
     "plain": SPEC,
@@ -107,6 +25,10 @@ VARIANTS = {
     "window_of_one": replace(SPEC, sliding_window=1),
     "softcap": replace(SPEC, logit_softcap=0.7),
     "window_and_softcap": replace(SPEC, sliding_window=9, logit_softcap=0.7),
+    "latent": LATENT,
+    "latent_as_wide_as_the_key": replace(LATENT, value_dim=8),
+    "latent_and_window": replace(LATENT, sliding_window=5),
+    "latent_and_softcap": replace(LATENT, logit_softcap=0.7),
 }
 
 
@@ -124,9 +46,12 @@ def test_random_ragged_batches(layout: str, name: str, dtype: torch.dtype, toler
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("spec", [replace(SPEC, head_dim=2), LATENT, replace(SPEC, has_sinks=True)])
 @pytest.mark.parametrize("size", LAYOUTS.values())
-def test_rows_of_very_different_length_are_computed_in_groups_and_come_back_in_order(size: int) -> None:
-    cache = Cache(24, replace(SPEC, head_dim=2), torch.float32, size=size)
+def test_rows_of_very_different_length_are_computed_in_groups_and_come_back_in_order(
+    size: int, spec: AttentionSpec
+) -> None:
+    cache = Cache(24, spec, torch.float32, size=size)
     lengths = [3, 90, 5, 88, 2, 7] * 4
     for request, length in enumerate(lengths):
         cache.step([(request, length)])
@@ -149,6 +74,16 @@ def test_layers_of_one_step_may_have_different_windows() -> None:
     assert torch.equal(narrow, again)
 
 
+def test_layers_of_one_step_may_store_keys_and_values_or_one_vector() -> None:
+    pair, latent = Cache(3, SPEC, torch.float32), Cache(3, LATENT, torch.float32)
+    latent.backend = pair.backend
+    for rows in ([(0, 9), (1, 4), (2, 6)], [(1, 5), (0, 1), (2, 1)], [(0, 1), (1, 1), (2, 1)]):
+        for is_first, layer in ((True, pair), (False, latent)):
+            found, expected = layer.step(rows, is_first)
+            assert found.shape == (len(expected), 6, 8 if is_first else 5)
+            torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     alone, crowd = Cache(4, SPEC, torch.float32), Cache(4, SPEC, torch.float32)
     crowd.step([(0, 5), (1, 9)])
@@ -161,9 +96,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         torch.testing.assert_close(mixed[1:2], single, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("spec", [SPEC, LATENT, replace(SPEC, has_sinks=True)])
 @pytest.mark.parametrize("size", LAYOUTS.values())
-def test_what_an_earlier_owner_left_in_a_block_does_not_leak(size: int) -> None:
-    cache = Cache(2, SPEC, torch.float32, size=size)
+def test_what_an_earlier_owner_left_in_a_block_does_not_leak(size: int, spec: AttentionSpec) -> None:
+    cache = Cache(2, spec, torch.float32, size=size)
     cache.step([(0, 11), (1, 3)])
     cache.keys[0] = cache.keys[0][:0]
     cache.values[0] = cache.values[0][:0]
@@ -179,7 +115,7 @@ def test_a_new_request_costs_the_part_of_a_long_block_that_it_uses_and_not_all_o
     cache.step([(0, 1), (1, 1), (2, 1)])
     # The block of 96 is read and zeroed in parts of 48: what lies behind the first is as it was.
     (piece,) = cache.backend._pieces  # type: ignore[attr-defined]
-    assert piece.pool_rows.tolist() == [4 * block for block in cache.tables[:, 0]] + [
+    assert piece.pool_rows.of(2).tolist() == [4 * block for block in cache.tables[:, 0]] + [
         4 * block + 2 for block in cache.tables[:, 0]
     ]
     is_nan = cache.kv.isnan().flatten(3).all(-1).all(1)  # [num_blocks, size]
