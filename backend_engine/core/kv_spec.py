@@ -1,6 +1,12 @@
-"""``KvSpec``: what one layer stores for a token. Pure numbers; sizing, pool and attention all read it."""
+"""What one layer stores in the cache: for every token (``KvSpec``, ``LatentSpec``) or for every block (``StateSpec``).
 
+Pure numbers; sizing, pool, layers and attention all read them.
+"""
+
+import math
 from typing import NamedTuple
+
+_STATE_ELEMENT_BYTES = 4
 
 
 class KvSpec(NamedTuple):
@@ -9,6 +15,33 @@ class KvSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes that K and V of one token take in this layer."""
-        return 2 * self.num_kv_heads * self.head_dim * element_bytes
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
+        """Bytes that K and V of a block's tokens take in this layer."""
+        return 2 * self.num_kv_heads * self.head_dim * element_bytes * tokens_per_block
+
+
+class LatentSpec(NamedTuple):
+    """One compressed vector of ``dim`` elements a token, from which keys and values of all heads are made
+    (multi-head latent attention; DeepSeek-V2, 2024).
+    """
+
+    dim: int
+
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
+        """Bytes that the vectors of a block's tokens take in this layer."""
+        return self.dim * element_bytes * tokens_per_block
+
+
+class StateSpec(NamedTuple):
+    """Recurrent state of one layer, float32 tensors of these ``shapes``. Each block holds the state after the last of
+    its tokens that is computed, so that whoever reuses a full block can go on from it.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
+        """Bytes that one state takes; neither the number of tokens nor the cache's dtype matters."""
+        return _STATE_ELEMENT_BYTES * sum(math.prod(shape) for shape in self.shapes)
+
+
+CacheSpec = KvSpec | LatentSpec | StateSpec

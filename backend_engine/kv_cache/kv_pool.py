@@ -1,6 +1,7 @@
-"""``KVPool``: the tensors behind the KV cache's block ids, one per layer. The room's only torch file.
+"""``KVPool``: the tensors behind the KV cache's block ids, layer by layer. The room's only torch file.
 
-Built once by the composition root; written and read by the attention backend. Knows no request and no table.
+Built once by the composition root; written and read by the attention backend and by layers with a recurrent state.
+Knows no request and no table.
 """
 
 import math
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from backend_engine.core.kv_spec import KvSpec
+from backend_engine.core.kv_spec import CacheSpec, KvSpec, LatentSpec
+
+LayerTensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class KVPool:
@@ -17,42 +20,57 @@ class KVPool:
 
     def __init__(
         self,
-        specs: Sequence[KvSpec],
+        specs: Sequence[CacheSpec],
         num_blocks: int,
         tokens_per_block: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """``dtype``: of keys and values; states are float32."""
         assert num_blocks > 0 and tokens_per_block > 0, (num_blocks, tokens_per_block)
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
-        self._layers = [
-            _zeros((num_blocks, 2, tokens_per_block, spec.num_kv_heads, spec.head_dim), dtype, device) for spec in specs
-        ]
+        self._dtype = dtype
+        self._device = device
+        self._layers = [self._create(spec) for spec in specs]
 
     @property
-    def layers(self) -> Sequence[torch.Tensor]:
-        """All layers in order."""
+    def layers(self) -> Sequence[LayerTensors]:
+        """All layers in order.
+
+        Keys and values: ``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]``, index 0 of the second axis is K.
+        Latent vectors: ``[num_blocks, 1, tokens_per_block, 1, dim]``. States: one ``[num_blocks, *shape]`` for each of
+        ``StateSpec.shapes``.
+        """
         return self._layers
 
-    def layer(self, index: int) -> torch.Tensor:
-        """``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]``; index 0 of the second axis is K."""
-        return self._layers[index]
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of all layers."""
+        return [tensor for layer in self._layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
 
     @property
     def num_bytes(self) -> int:
         """Memory of all layers."""
-        return sum(layer.numel() * layer.element_size() for layer in self._layers)
+        return sum(num_bytes for _, num_bytes in self.memory_regions())
 
     def memory_regions(self) -> list[tuple[int, int]]:
-        """Address and number of bytes of each layer."""
-        return [(layer.data_ptr(), layer.numel() * layer.element_size()) for layer in self._layers]
+        """Address and number of bytes of each tensor."""
+        return [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in self.tensors]
+
+    def _create(self, spec: CacheSpec) -> LayerTensors:
+        num_blocks, size = self.num_blocks, self.tokens_per_block
+        if isinstance(spec, KvSpec):
+            return _zeros((num_blocks, 2, size, spec.num_kv_heads, spec.head_dim), self._dtype, self._device)
+        if isinstance(spec, LatentSpec):
+            return _zeros((num_blocks, 1, size, 1, spec.dim), self._dtype, self._device)
+        return tuple(_zeros((num_blocks, *shape), torch.float32, self._device) for shape in spec.shapes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed tensor. On a CPU the pages come from the system zeroed, each when it is first written (numpy asks for
     them so, torch would write them all): a large pool costs neither time nor memory until it is used.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

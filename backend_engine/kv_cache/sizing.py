@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from backend_engine.config.engine_config import KvCacheConfig
-from backend_engine.core.kv_spec import KvSpec
+from backend_engine.core.kv_spec import CacheSpec
 from backend_engine.errors import ConfigError
 
 CPU_MEMORY_SHARE = 4
 """On a CPU the cache takes at most one part in this many of the process's memory."""
 
 
-def bytes_per_block(specs: Sequence[KvSpec], element_bytes: int, tokens_per_block: int) -> int:
+def bytes_per_block(specs: Sequence[CacheSpec], element_bytes: int, tokens_per_block: int) -> int:
     """Bytes that one block takes over all layers."""
-    return tokens_per_block * sum(spec.bytes_per_token(element_bytes) for spec in specs)
+    return sum(spec.bytes_per_block(tokens_per_block, element_bytes) for spec in specs)
 
 
 def num_blocks_needed(max_batch_size: int, max_seq_len: int, tokens_per_block: int) -> int:
@@ -32,8 +32,9 @@ def num_blocks(config: KvCacheConfig, block_bytes: int, budget_bytes: int, num_n
     more than that. ``ConfigError`` if not even one block fits.
     """
     is_contiguous = config.layout == "contiguous"
+    size = config.tokens_per_block
+    assert size is not None, "resolve() decides tokens_per_block"
     if budget_bytes < block_bytes:
-        size = config.tokens_per_block
         if is_contiguous:
             what, knob = f"one contiguous run of max_seq_len {size} tokens", "max_seq_len"
         else:
@@ -44,7 +45,7 @@ def num_blocks(config: KvCacheConfig, block_bytes: int, budget_bytes: int, num_n
         )
     limits = [budget_bytes // block_bytes]
     if config.max_tokens is not None:
-        limits.append(config.max_tokens // config.tokens_per_block)
+        limits.append(config.max_tokens // size)
     if config.max_tokens is None or is_contiguous:
         limits.append(num_needed)
     return min(limits)
@@ -54,6 +55,7 @@ def num_cpu_blocks(
     config: KvCacheConfig, block_bytes: int, max_batch_size: int, max_seq_len: int, memory_bytes: int
 ) -> int:
     """The rule for a CPU: what ``max_batch_size`` x ``max_seq_len`` needs, at most a quarter of ``memory_bytes``."""
+    assert config.tokens_per_block is not None, "resolve() decides tokens_per_block"
     num_needed = num_blocks_needed(max_batch_size, max_seq_len, config.tokens_per_block)
     return num_blocks(config, block_bytes, memory_bytes // CPU_MEMORY_SHARE, num_needed)
 

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backend_engine.core.kv_spec import KvSpec
-from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.layers.linear import Linear
 from backend_engine.quantization import unquantized
 from backend_engine.quantization.quant_method import TensorOptions
@@ -64,14 +62,6 @@ def test_packing_that_gives_wrong_answers_is_not_used(monkeypatch: pytest.Monkey
     real = unquantized._pack
     monkeypatch.setattr(unquantized, "_pack", lambda weight: real(weight + 1))
     assert not unquantized.packing_works()
-
-
-def test_the_pool_holds_what_the_specs_say() -> None:
-    pool = KVPool([KvSpec(2, 8), KvSpec(1, 4)], 5, 16, torch.bfloat16, CPU)
-    assert [tuple(layer.shape) for layer in pool.layers] == [(5, 2, 16, 2, 8), (5, 2, 16, 1, 4)]
-    assert pool.layer(1) is pool.layers[1]
-    assert not any(layer.any() for layer in pool.layers)
-    assert pool.num_bytes == 5 * 16 * (KvSpec(2, 8).bytes_per_token(2) + KvSpec(1, 4).bytes_per_token(2))
 
 
 def test_products_of_any_number_of_rows_need_few_kernels() -> None:
