@@ -9,12 +9,22 @@ from backend_engine.quantization.quant_method import QuantMethod, TensorOptions,
 
 
 class Linear(WeightedLayer):
-    """``x [num_tokens, in_features] -> [num_tokens, sum(out_sizes)]``; ``out_sizes`` are the fused outputs' widths."""
+    """``x [num_tokens, in_features] -> [num_tokens, sum(out_sizes)]``; ``out_sizes`` are the fused outputs' widths.
+
+    ``head_dim``: outputs of one attention head, for checkpoints that store fused outputs head by head.
+    """
 
     def __init__(
-        self, in_features: int, out_sizes: tuple[int, ...], quant: QuantMethod, options: TensorOptions, bias: bool
+        self,
+        in_features: int,
+        out_sizes: tuple[int, ...],
+        quant: QuantMethod,
+        options: TensorOptions,
+        bias: bool,
+        head_dim: int = 1,
     ) -> None:
         super().__init__()
+        self.head_dim = head_dim
         self.in_features = in_features
         self.out_sizes = out_sizes
         self.out_features = sum(out_sizes)

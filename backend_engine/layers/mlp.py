@@ -1,23 +1,58 @@
-"""``GatedMlp``: ``down(silu(gate(x)) * up(x))`` with gate and up fused into one product."""
+"""Feed-forward layers that every token goes through: gated and plain."""
+
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from backend_engine.layers.activations import Activation
 from backend_engine.layers.linear import Linear
-from backend_engine.ops.torch_ops import TorchOps
-from backend_engine.quantization.quant_method import QuantMethod, TensorOptions
+from backend_engine.layers.parts import ModelParts
+
+
+@dataclass(frozen=True)
+class GatedMlpDecl:
+    """``down(act(gate(x)) * up(x))`` of inner width ``size``."""
+
+    size: int
+    act: Activation
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class PlainMlpDecl:
+    """``down(act(up(x)))`` of inner width ``size``."""
+
+    size: int
+    act: Activation
+    bias: bool = False
 
 
 class GatedMlp(nn.Module):
-    """``size`` is the inner width; the maths is the injected ops'."""
+    """See ``GatedMlpDecl``; gate and up are one product."""
 
-    def __init__(
-        self, hidden_size: int, size: int, bias: bool, ops: TorchOps, quant: QuantMethod, options: TensorOptions
-    ) -> None:
+    def __init__(self, decl: GatedMlpDecl, hidden_size: int, parts: ModelParts) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, (size, size), quant, options, bias)
-        self.down_proj = Linear(size, (hidden_size,), quant, options, bias)
-        self._ops = ops
+        size, quant, options = decl.size, parts.quant, parts.options
+        self.gate_up_proj = Linear(hidden_size, (size, size), quant, options, decl.bias)
+        self.down_proj = Linear(size, (hidden_size,), quant, options, decl.bias)
+        self._act = decl.act
+        self._ops = parts.ops
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self._ops.silu_and_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self._act(self._ops, self.gate_up_proj(x)))
+        return out
+
+
+class PlainMlp(nn.Module):
+    """See ``PlainMlpDecl``."""
+
+    def __init__(self, decl: PlainMlpDecl, hidden_size: int, parts: ModelParts) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, (decl.size,), parts.quant, parts.options, decl.bias)
+        self.down_proj = Linear(decl.size, (hidden_size,), parts.quant, parts.options, decl.bias)
+        self._act = decl.act
+        self._ops = parts.ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self._act(self._ops, self.up_proj(x)))
         return out

@@ -93,17 +93,62 @@ class YarnScaling:
         return base / self.factor * interpolated + base * (1 - interpolated), self.attention_factor
 
 
-class Rotary(nn.Module):
-    """Cosine and sine for a step's positions; one per model."""
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., 2024): each dimension pair has a factor of its own, ``short_factors`` for texts of up to
+    ``original_max_positions`` tokens and ``long_factors`` for longer ones; cosine and sine are scaled.
+    """
 
-    def __init__(self, theta: float, dim: int, scaling: RopeScaling, ops: TorchOps, options: TensorOptions) -> None:
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+
+    def frequencies(self, theta: float, dim: int) -> tuple[Tensor, float]:
+        return _base_frequencies(theta, dim) / torch.tensor(self.short_factors), self.attention_factor
+
+    def long_frequencies(self, theta: float, dim: int) -> Tensor:
+        """Inverse frequencies for texts of more than ``original_max_positions`` tokens."""
+        return _base_frequencies(theta, dim) / torch.tensor(self.long_factors)
+
+
+@dataclass(frozen=True)
+class RopeDecl:
+    """Rotary positions over the first ``dim`` elements of a head. ``is_interleaved``: the checkpoint rotates neighbours
+    together instead of halves. ``exact_up_to``: the length of text from which the scheme is no longer what the model
+    was given, ``None`` when it holds at any length.
+    """
+
+    theta: float
+    scaling: RopeScaling
+    dim: int
+    is_interleaved: bool = False
+    exact_up_to: int | None = None
+
+    @property
+    def switches_at(self) -> int | None:
+        """Length of text beyond which other frequencies hold; ``None`` = the same for all."""
+        return self.scaling.original_max_positions if isinstance(self.scaling, LongRopeScaling) else None
+
+
+class Rotary(nn.Module):
+    """Cosine and sine for a step's positions; one for each scheme of a model."""
+
+    def __init__(self, decl: RopeDecl, ops: TorchOps, options: TensorOptions) -> None:
         super().__init__()
-        frequencies, self._scale = scaling.frequencies(theta, dim)
+        frequencies, self._scale = decl.scaling.frequencies(decl.theta, decl.dim)
         self._frequencies = frequencies.to(options.device)
+        self._long_frequencies: Tensor | None = None
+        self._switches_at = decl.switches_at
+        if isinstance(decl.scaling, LongRopeScaling):
+            self._long_frequencies = decl.scaling.long_frequencies(decl.theta, decl.dim).to(options.device)
         self._dtype = options.dtype
         self._ops = ops
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``positions [num_tokens]`` -> cos and signed sin, as ``Ops.apply_rope`` takes them."""
-        cos, sin = self._ops.rope_tables(positions, self._frequencies, self._scale)
+    def forward(self, positions: Tensor, text_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """``positions, text_lens [num_tokens]`` -> cos and signed sin, as ``Ops.apply_rope`` takes them."""
+        frequencies = self._frequencies
+        if self._long_frequencies is not None and self._switches_at is not None:
+            frequencies = torch.where(text_lens.unsqueeze(-1) > self._switches_at, self._long_frequencies, frequencies)
+        cos, sin = self._ops.rope_tables(positions, frequencies, self._scale)
         return cos.to(self._dtype), sin.to(self._dtype)

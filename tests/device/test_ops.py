@@ -70,3 +70,14 @@ def test_append_kv_writes_each_token_into_its_slot_and_nothing_else() -> None:
         expected[slot // 4, 0, slot % 4] = k[token]
         expected[slot // 4, 1, slot % 4] = v[token]
     assert torch.equal(kv, expected)
+
+
+def test_append_kv_into_a_pool_of_one_plane_writes_keys_alone() -> None:
+    kv = torch.full((5, 1, 4, 1, 3), -1.0)
+    k = randn(3, 1, 3)
+    slots = torch.tensor([19, 0, 6], dtype=torch.int32)
+    OPS.append_kv(k, k[..., :2], kv, OPS.kv_rows(slots, 4, 1))
+    expected = torch.full_like(kv, -1.0)
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 4, 0, slot % 4] = k[token]
+    assert torch.equal(kv, expected)
