@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.errors import ModelLoadError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 
 
 class GenerationDefaults(NamedTuple):
@@ -59,10 +61,16 @@ def read_hf_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_generation_config(model_dir: str | os.PathLike[str]) -> GenerationDefaults:
-    """End ids and pad id: those of generation_config.json, where it states none those of config.json."""
+    """End ids and pad id: those of generation_config.json, where it states none those of config.json.
+
+    There its ``text_config``, which models that also see or hear have, comes last.
+    """
     folder = _folder(model_dir)
-    sources = [("config.json", read_hf_config(folder))]
-    generation = folder / "generation_config.json"
+    config = read_hf_config(folder)
+    sources = [("config.json", config)]
+    if isinstance(config.get("text_config"), dict):
+        sources.append(("config.json: text_config", config["text_config"]))
+    generation = folder / GENERATION_FILE
     if generation.exists():
         sources.insert(0, (generation.name, _read_object(generation)))
     end_ids: tuple[int, ...] = ()
@@ -73,6 +81,17 @@ def read_generation_config(model_dir: str | os.PathLike[str]) -> GenerationDefau
         if pad_id is None and pads:
             pad_id = pads[0]
     return GenerationDefaults(end_ids, pad_id)
+
+
+def read_sampling_defaults(model_dir: str | os.PathLike[str]) -> SamplingDefaults:
+    """What generation_config.json recommends. Raises ``ModelLoadError`` when it is missing or out of range."""
+    path = _folder(model_dir) / GENERATION_FILE
+    if not path.exists():
+        raise ModelLoadError(
+            f"model folder {path.parent} has no {GENERATION_FILE}, and generation_config is model; expected the file, "
+            "or generation_config ignore"
+        )
+    return SamplingDefaults.of(_read_object(path), str(path))
 
 
 def _ids(file: str, key: str, value: Any) -> tuple[int, ...]:
@@ -90,6 +109,12 @@ def architecture(config: dict[str, Any]) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelLoadError(f"config.json: architectures is {names!r}; expected a list of one model class name")
     return names[0]
+
+
+def stated_dtype(config: dict[str, Any]) -> str | None:
+    """The dtype that config.json states for the weights, such as ``bfloat16``; ``None`` when it states none."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if isinstance(dtype, str) else None
 
 
 def weight_files(model_dir: str | os.PathLike[str]) -> dict[Path, frozenset[str] | None]:

@@ -14,12 +14,10 @@ from torch import Tensor
 from backend_engine.checkpoint.hf_folder import INDEX_FILE, weight_files
 from backend_engine.checkpoint.safetensors_reader import SafetensorsReader
 from backend_engine.errors import ModelLoadError
-from backend_engine.models.weight_rules import Copy, LoadTarget, Plan, Rule, plan
+from backend_engine.models.weight_rules import Copy, LoadTarget, Plan, Rule, Source, plan
 
 # Tensors done, tensors in all, name of the one just done.
 Progress = Callable[[int, int, str], None]
-
-_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 def load_weights(
@@ -27,22 +25,31 @@ def load_weights(
     targets: Mapping[str, LoadTarget],
     rules: Sequence[Rule],
     progress: Progress | None = None,
-) -> None:
-    """Fill every target from the folder's safetensors files, converting to the target's dtype and device."""
-    todo = plan(rules, targets)
+) -> list[str]:
+    """Fill every target from the folder's safetensors files, converting to the target's dtype and device.
+
+    Returns the checkpoint tensors that hold NaN, in the order read: a model with such weights is loaded, but what it
+    says is worth little.
+    """
     readers = _open(weight_files(model_dir))
+    todo = plan(rules, targets, readers)
     _check(todo, readers, model_dir)
+    faulty = []
     # Duplicates last: what they must equal has been filled by then.
     names = sorted(readers, key=lambda name: name in todo.duplicates)
     for done, name in enumerate(names, start=1):
         if name in todo.copies:
             tensor = readers[name].read(name)
+            if _has_nan(tensor):
+                faulty.append(name)
             for copy in todo.copies[name]:
-                _fill(targets[copy.parameter].tensor, tensor, copy)
+                others = (readers[source.name].read(source.name) for source in copy.sources[1:])
+                _fill(targets[copy.parameter].tensor, copy, (tensor, *others))
         elif name in todo.duplicates:
             _compare(readers[name], name, todo.duplicates[name], targets)
         if progress is not None:
             progress(done, len(names), name)
+    return faulty
 
 
 def _open(files: Mapping[Path, frozenset[str] | None]) -> dict[str, SafetensorsReader]:
@@ -68,29 +75,41 @@ def _list(names: Sequence[str]) -> str:
 
 def _check(todo: Plan, readers: Mapping[str, SafetensorsReader], model_dir: str | os.PathLike[str]) -> None:
     """Compare what the model needs with what the files' headers say."""
-    missing = [name for name in todo.copies if name not in readers]
+    all_copies = [copy for copies in todo.copies.values() for copy in copies]
+    needed = {source.name: (source, copy) for copy in all_copies for source in copy.sources}
+    missing = [name for name in needed if name not in readers]
     if missing:
-        parameter = todo.copies[missing[0]][0].parameter
+        parameter = needed[missing[0]][1].parameter
         raise ModelLoadError(
             f"checkpoint {model_dir} does not hold {_list(missing)}, which parameter {parameter} needs"
         )
     for name, reader in readers.items():
-        shape, dtype = reader.describe(name)
-        where = f"{reader.path.name}: tensor {name}"
-        if name in todo.copies:
-            expected = todo.copies[name][0].shape
-            if shape != expected:
-                raise ModelLoadError(f"{where} has shape {list(shape)}; config.json asks for {list(expected)}")
-            if dtype not in _FLOAT_DTYPES:
-                raise ModelLoadError(f"{where} has dtype {dtype}; expected one of {', '.join(_FLOAT_DTYPES)}")
+        if name in needed:
+            _check_source(needed[name][0], reader)
         elif name not in todo.duplicates and not any(pattern.fullmatch(name) for pattern in todo.ignored):
-            raise ModelLoadError(f"{where}, shape {list(shape)}, has no place in the model that config.json describes")
+            shape, _ = reader.describe(name)
+            raise ModelLoadError(
+                f"{reader.path.name}: tensor {name}, shape {list(shape)}, has no place in the model that config.json "
+                "describes"
+            )
 
 
-def _fill(target: Tensor, source: Tensor, copy: Copy) -> None:
-    if copy.is_transposed:
-        source = source.T
-    target[copy.start : copy.start + copy.rows].copy_(source[copy.source_start : copy.source_start + copy.rows])
+def _check_source(source: Source, reader: SafetensorsReader) -> None:
+    shape, dtype = reader.describe(source.name)
+    where = f"{reader.path.name}: tensor {source.name}"
+    if shape != source.shape:
+        raise ModelLoadError(f"{where} has shape {list(shape)}; config.json asks for {list(source.shape)}")
+    if dtype not in source.dtypes:
+        raise ModelLoadError(f"{where} has dtype {dtype}; expected one of {', '.join(source.dtypes)}")
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    # A sum is NaN if a value is (or if infinities of both signs meet, which the second look tells apart).
+    return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def _fill(target: Tensor, copy: Copy, tensors: Sequence[Tensor]) -> None:
+    target[copy.start : copy.start + copy.rows].copy_(copy.pick(*tensors))
 
 
 def _compare(reader: SafetensorsReader, name: str, parameter: str, targets: Mapping[str, LoadTarget]) -> None:

@@ -6,10 +6,12 @@ Pure: reads no file, asks no device. Every automatic choice comes back with its 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig, KvCacheConfig, SchedulerConfig
+from backend_engine.config.model_facts import ModelFacts
+from backend_engine.config.sampling_defaults import GENERATION_CONFIGS
 from backend_engine.errors import ConfigError
 from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, WAITING_QUEUES
 
@@ -17,6 +19,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_LAYOUTS = ("paged", "contiguous")
 GPU_MAX_NUM_TOKENS = 8192
+UNBOUNDED_MAX_SEQ_LEN = 8192
+TOKENS_PER_BLOCK = 32
+STATES_PER_REQUEST = 16
+"""Blocks of the longest request of a model that keeps a state in each block and nothing else."""
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class DeviceInfo(NamedTuple):
@@ -33,16 +40,17 @@ class Resolved(NamedTuple):
     reasons: list[str]
 
 
-def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo) -> Resolved:
+def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Resolved:
     """Decide every automatic value and check the rest; ``ConfigError`` names field, value and what is allowed."""
     reasons: list[str] = []
     device = _choose(args.device, "device", DEVICES) or _device(device_info, reasons)
     if device == "cuda" and not device_info.has_cuda:
         raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use device 'cpu' or 'auto'")
-    dtype = _choose(args.dtype, "dtype", DTYPES) or _dtype(device, hf_config, reasons)
-    max_seq_len = _max_seq_len(args.max_seq_len, hf_config, reasons)
+    dtype = _choose(args.dtype, "dtype", DTYPES) or _dtype(device, model, reasons)
+    max_seq_len = _max_seq_len(args.max_seq_len, model, reasons)
     scheduler = _scheduler(args, device, max_seq_len, reasons)
-    kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), max_seq_len, reasons)
+    kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), model, dtype, max_seq_len, reasons)
+    _check_name("generation_config", args.generation_config, GENERATION_CONFIGS)
     num_threads = args.num_threads
     if num_threads < 0:
         raise ConfigError(f"num_threads {num_threads} is out of range; it must be 0 (one per usable core) or more")
@@ -56,6 +64,8 @@ def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo
         reasons.append(f"num_threads {num_threads}: the CPU cores this process may use")
     if args.step_timeout_s is not None and not 0 < args.step_timeout_s < math.inf:
         raise ConfigError(f"step_timeout_s {args.step_timeout_s} is out of range; it must be more than 0, or None")
+    if args.model_backend == "auto" and model.model_backend != "native":
+        reasons.append(f"model_backend {model.model_backend}: there is no family file for the architecture")
     config = EngineConfig(
         model_dir=args.model,
         dtype=dtype,
@@ -64,6 +74,8 @@ def resolve(args: EngineArgs, hf_config: dict[str, Any], device_info: DeviceInfo
         kv_cache=kv_cache,
         scheduler=scheduler,
         attention_backend=args.attention_backend,
+        model_backend=model.model_backend,
+        trust_remote_code=args.trust_remote_code,
         num_threads=num_threads,
         step_timeout_s=args.step_timeout_s,
         iter_stats_max_iterations=args.iter_stats_max_iterations,
@@ -88,26 +100,30 @@ def _device(info: DeviceInfo, reasons: list[str]) -> str:
     return device
 
 
-def _dtype(device: str, hf_config: dict[str, Any], reasons: list[str]) -> str:
-    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
+def _dtype(device: str, model: ModelFacts, reasons: list[str]) -> str:
     if device == "cpu":
         reasons.append("dtype float32: fastest for matrix products on a CPU without native 16-bit units")
         return "float32"
-    dtype = stated if stated in ("bfloat16", "float16") else "bfloat16"
-    reasons.append(f"dtype {dtype}: the checkpoint states {stated}")
-    return str(dtype)
+    dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
+    reasons.append(f"dtype {dtype}: the checkpoint states {model.dtype}")
+    return dtype
 
 
-def _max_seq_len(value: int | None, hf_config: dict[str, Any], reasons: list[str]) -> int:
-    positions = hf_config.get("max_position_embeddings")
+def _max_seq_len(value: int | None, model: ModelFacts, reasons: list[str]) -> int:
+    positions = model.max_positions
     if value is None:
-        if not isinstance(positions, int):
+        if positions is None and model.state_bytes:
+            reasons.append(
+                f"max_seq_len {UNBOUNDED_MAX_SEQ_LEN}: config.json states no limit, a recurrent state has none"
+            )
+            return UNBOUNDED_MAX_SEQ_LEN
+        if positions is None:
             raise ConfigError("max_seq_len must be set: config.json has no max_position_embeddings")
         reasons.append(f"max_seq_len {positions}: max_position_embeddings of the checkpoint")
         return positions
     if value < 2:
         raise ConfigError(f"max_seq_len {value} is out of range; it must be 2 or more")
-    if isinstance(positions, int) and value > positions:
+    if positions is not None and value > positions:
         raise ConfigError(f"max_seq_len {value} is more than the checkpoint's max_position_embeddings {positions}")
     return value
 
@@ -152,17 +168,14 @@ def _check_name(field: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{field} {value!r} is not allowed; use {', '.join(allowed)}")
 
 
-def _kv_cache(kv_cache: KvCacheConfig, max_seq_len: int, reasons: list[str]) -> KvCacheConfig:
+def _kv_cache(
+    kv_cache: KvCacheConfig, model: ModelFacts, dtype: str, max_seq_len: int, reasons: list[str]
+) -> KvCacheConfig:
     _check_name("layout", kv_cache.layout, KV_LAYOUTS)
     if kv_cache.layout == "contiguous":
         kv_cache = _contiguous(kv_cache, max_seq_len, reasons)
-    elif kv_cache.tokens_per_block < 1:
-        raise ConfigError(f"tokens_per_block {kv_cache.tokens_per_block} is out of range; it must be 1 or more")
-    elif kv_cache.max_tokens is not None and kv_cache.max_tokens < kv_cache.tokens_per_block:
-        raise ConfigError(
-            f"max_tokens {kv_cache.max_tokens} of the KV cache is less than one block of "
-            f"tokens_per_block {kv_cache.tokens_per_block} tokens"
-        )
+    else:
+        kv_cache = _paged(kv_cache, model, dtype, max_seq_len, reasons)
     if not 0 < kv_cache.free_gpu_memory_fraction <= 1:
         raise ConfigError(
             f"free_gpu_memory_fraction {kv_cache.free_gpu_memory_fraction} is out of range; it must be in (0, 1]"
@@ -177,6 +190,38 @@ def _kv_cache(kv_cache: KvCacheConfig, max_seq_len: int, reasons: list[str]) -> 
         reasons.append(f"max_attention_window none: {list(windows)} holds nothing below max_seq_len {max_seq_len}")
         return dataclasses.replace(kv_cache, max_attention_window=None)
     return kv_cache
+
+
+def _paged(
+    kv_cache: KvCacheConfig, model: ModelFacts, dtype: str, max_seq_len: int, reasons: list[str]
+) -> KvCacheConfig:
+    size = kv_cache.tokens_per_block
+    if size is None:
+        size = TOKENS_PER_BLOCK
+        if model.state_bytes:
+            longest = max_seq_len if kv_cache.max_tokens is None else min(max_seq_len, kv_cache.max_tokens)
+            size = min(_tokens_beside_a_state(model, dtype, max_seq_len), longest)
+            reasons.append(
+                f"tokens_per_block {size}: each block also holds recurrent states, {model.state_bytes} bytes, "
+                "which take as much memory as many tokens"
+            )
+    if size < 1:
+        raise ConfigError(f"tokens_per_block {size} is out of range; it must be 1 or more")
+    if kv_cache.max_tokens is not None and kv_cache.max_tokens < size:
+        raise ConfigError(
+            f"max_tokens {kv_cache.max_tokens} of the KV cache is less than one block of tokens_per_block {size} tokens"
+        )
+    return dataclasses.replace(kv_cache, tokens_per_block=size)
+
+
+def _tokens_beside_a_state(model: ModelFacts, dtype: str, max_seq_len: int) -> int:
+    """Tokens of a block, a multiple of the usual number, whose keys and values take no less than the block's states.
+
+    Without keys and values it is what the longest request fills ``STATES_PER_REQUEST`` times.
+    """
+    token_bytes = model.elements_per_token * _ELEMENT_BYTES[dtype]
+    least = -(-model.state_bytes // token_bytes) if token_bytes else -(-max_seq_len // STATES_PER_REQUEST)
+    return -(-least // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
 
 
 def _contiguous(kv_cache: KvCacheConfig, max_seq_len: int, reasons: list[str]) -> KvCacheConfig:

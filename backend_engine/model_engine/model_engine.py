@@ -7,11 +7,10 @@ import torch
 
 from backend_engine.attention.interface import IntArray
 from backend_engine.core.batch import SchedulerOutput
-from backend_engine.core.kv_spec import KvSpec
 from backend_engine.errors import ConfigError
 from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.model_engine.model_backend import LoadedModel
 from backend_engine.model_engine.model_inputs import EngineLimits, ModelInputsBuilder
-from backend_engine.model_engine.model_loader import LoadedModel
 from backend_engine.ops.step_logits import StepLogits
 
 
@@ -20,11 +19,11 @@ class ModelEngine:
 
     def __init__(self, loaded: LoadedModel, pool: KVPool, limits: EngineLimits) -> None:
         """Raises ``ConfigError`` when ``max_seq_len`` goes beyond what the model's positions allow."""
-        exact_up_to = loaded.spec.positions.exact_up_to
+        exact_up_to = loaded.traits.exact_up_to
         if exact_up_to is not None and limits.max_seq_len > exact_up_to:
             raise ConfigError(
-                f"max_seq_len {limits.max_seq_len} is out of range; with rope_type 'dynamic' this model "
-                f"can be served up to max_position_embeddings {exact_up_to}"
+                f"max_seq_len {limits.max_seq_len} is out of range; the positions of this model (a learned table, or "
+                f"rope_type 'dynamic') serve up to max_position_embeddings {exact_up_to}"
             )
         self._loaded = loaded
         self._pool = pool
@@ -33,12 +32,7 @@ class ModelEngine:
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return self._loaded.vocab_size
-
-    @property
-    def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer stores for a token."""
-        return self._loaded.kv_specs
+        return self._loaded.traits.vocab_size
 
     @torch.inference_mode()
     def forward(self, output: SchedulerOutput, block_tables: IntArray) -> StepLogits:
@@ -48,9 +42,7 @@ class ModelEngine:
         """
         inputs = self._inputs.build(output, block_tables)
         self._loaded.attention.prepare(inputs.attention)
-        logits: torch.Tensor = self._loaded.model(
-            inputs.input_ids, inputs.position_ids, inputs.logits_indices, self._pool.layers
-        )
+        logits: torch.Tensor = self._loaded.model(inputs, self._pool.layers)
         num_next = len(output.logits_rows)
         if not inputs.context_logits:
             return StepLogits(logits)

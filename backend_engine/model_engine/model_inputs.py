@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from backend_engine.attention.interface import AttentionMetadata, IntArray
 from backend_engine.core.batch import SchedulerOutput
+from backend_engine.models.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,6 @@ class EngineLimits:
     max_seq_len: int
 
 
-@dataclass(frozen=True)
-class ModelInputs:
-    """int32 tensors: ``input_ids, position_ids [num_tokens]``, ``logits_indices [num_logits]`` (tokens whose logits
-    are wanted), and what attention needs.
-
-    The first logits are those of ``SchedulerOutput.logits_rows``; then, for each of ``context_logits``, a request id
-    and a number of tokens, come those of that many prompt tokens of this request.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    logits_indices: Tensor
-    attention: AttentionMetadata
-    context_logits: tuple[tuple[int, int], ...] = ()
-
-
 class ModelInputsBuilder:
     """Builds inputs up to ``limits``. On a CPU the tensors are views of the buffer: valid until the next ``build``."""
 
@@ -47,7 +31,7 @@ class ModelInputsBuilder:
         self._tokens_per_block = tokens_per_block
         self._device = device
         max_blocks = -(-limits.max_seq_len // tokens_per_block)
-        self._capacity = 4 * limits.max_num_tokens + limits.max_batch_size * (3 + max_blocks)
+        self._capacity = 5 * limits.max_num_tokens + limits.max_batch_size * (3 + max_blocks)
         self._buffer = np.zeros(self._capacity, np.int32)
         self._tensor = torch.from_numpy(self._buffer)
         self._arange = np.arange(max(limits.max_num_tokens, limits.max_batch_size), dtype=np.int32)
@@ -70,11 +54,11 @@ class ModelInputsBuilder:
             width,
         )
         logits, context_logits = self._logits_indices(output, q_lens)
-        lengths = [num_tokens, num_tokens, num_tokens, num_rows, num_rows, num_rows * width, len(logits)]
+        lengths = [num_tokens, num_tokens, num_tokens, num_tokens, num_rows, num_rows, num_rows * width, len(logits)]
         bounds = np.cumsum([0, *lengths]).tolist()
         assert bounds[-1] <= self._capacity, (num_tokens, num_rows, width, len(logits), self._capacity)
         pieces = [self._buffer[a:b] for a, b in itertools.pairwise(bounds)]
-        ids, positions, slots, q_out, kv_out, tables, logits_out = pieces
+        ids, positions, text_lens, slots, q_out, kv_out, tables, logits_out = pieces
         self._write_ids(output, ids)
         q_out[:], kv_out[:], logits_out[:] = q_lens, kv_lens, logits
         tables = tables.reshape(num_rows, width)
@@ -86,6 +70,8 @@ class ModelInputsBuilder:
             row_of_token = np.repeat(row_of_token, q_lens)
             first_tokens = np.cumsum(q_lens, dtype=np.int32) - q_lens
             positions[:] = self._arange[:num_tokens] + (starts - first_tokens)[row_of_token]
+        prompt_lens = np.array([len(row.request.prompt_token_ids) for row in rows], np.int32)
+        np.maximum(positions + np.int32(1), prompt_lens[row_of_token], out=text_lens)
         slots[:] = tables[row_of_token, positions // size] * size + positions % size
 
         device = self._tensor[: bounds[-1]].to(self._device)
@@ -94,15 +80,15 @@ class ModelInputsBuilder:
             num_contexts=len(output.context),
             num_ctx_tokens=output.num_context_tokens,
             tokens_per_block=size,
-            q_lens=parts[3],
-            kv_lens=parts[4],
-            block_tables=parts[5].view(num_rows, width),
-            slot_mapping=parts[2],
+            q_lens=parts[4],
+            kv_lens=parts[5],
+            block_tables=parts[6].view(num_rows, width),
+            slot_mapping=parts[3],
             q_lens_host=q_out,
             kv_lens_host=kv_out,
             block_tables_host=tables,
         )
-        return ModelInputs(parts[0], parts[1], parts[6], metadata, context_logits)
+        return ModelInputs(parts[0], parts[1], parts[2], parts[7], metadata, context_logits)
 
     def _q_lens(self, output: SchedulerOutput) -> IntArray:
         q_lens = np.ones(output.batch_size, np.int32)

@@ -1,49 +1,36 @@
 """``load_model``: from a model folder to a model with weights; the first of two steps, since the KV pool is sized
-after it. Called by the composition root; starts nothing and logs nothing (progress goes to a callback).
+after it. Called by the composition root; chooses whose modules the model is made of and leaves the rest to them.
 """
 
-import dataclasses
 import os
-from dataclasses import dataclass
 
 import torch
 
-from backend_engine.attention.interface import AttentionBackend
-from backend_engine.attention.select import select_backend
 from backend_engine.checkpoint.hf_folder import architecture, read_hf_config
-from backend_engine.checkpoint.loader import Progress, load_weights
-from backend_engine.core.kv_spec import KvSpec
+from backend_engine.checkpoint.loader import Progress
+from backend_engine.config.model_facts import ModelFacts
 from backend_engine.errors import ConfigError, ModelLoadError
-from backend_engine.models.arch_spec import ArchSpec
-from backend_engine.models.blocks import ModelParts
-from backend_engine.models.causal_lm import CausalLM, attention_specs
-from backend_engine.models.family import Family
-from backend_engine.ops.torch_ops import TorchOps
-from backend_engine.plugins.catalog import ARCHITECTURES
+from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend
+from backend_engine.models.model_source import ModelSource
+from backend_engine.plugins.catalog import ARCHITECTURES, MODEL_BACKENDS
 from backend_engine.quantization.quant_method import TensorOptions
-from backend_engine.quantization.unquantized import Unquantized
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NATIVE, _TRANSFORMERS = "native", "transformers"
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with weights and the attention backend that its layers call."""
-
-    model: CausalLM
-    attention: AttentionBackend
-    spec: ArchSpec
-    options: TensorOptions
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.spec.vocab_size
-
-    @property
-    def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer stores for a token."""
-        return self.model.kv_specs
+def describe_model(
+    model_dir: str | os.PathLike[str], model_backend: str = "auto", trust_remote_code: bool = False
+) -> ModelFacts:
+    """What is known of the model before it is loaded; see ``load_model`` for arguments and errors."""
+    source = _source(model_dir, trust_remote_code)
+    backend = _backend(source, model_backend)
+    try:
+        return backend.describe(source)
+    except ModelLoadError as error:
+        if model_backend == "auto" and _is_native(source) and _runs_elsewhere(source):
+            raise ModelLoadError(f"{error}; model_backend:transformers may run it all the same") from None
+        raise
 
 
 def load_model(
@@ -53,26 +40,68 @@ def load_model(
     attention_backend: str = "auto",
     progress: Progress | None = None,
     max_attention_window: tuple[int, ...] | None = None,
+    model_backend: str = "auto",
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Build the model that config.json describes and fill it from the folder's safetensors files.
 
     dtype: ``float32``, ``bfloat16`` or ``float16``; the checkpoint's is converted. max_attention_window: see
-    ``KvCacheConfig``. Raises ``ModelLoadError`` for what is wrong with the folder, ``ConfigError`` for an attention
-    backend that cannot serve the model.
+    ``KvCacheConfig``. model_backend: ``native``, ``transformers``, or ``auto``: native where there is a family file.
+    trust_remote_code: whether code in the folder may run. Raises ``ModelLoadError`` for what is wrong with the folder,
+    ``ConfigError`` for an attention backend that cannot serve the model.
     """
+    source = _source(model_dir, trust_remote_code)
+    backend = _backend(source, model_backend)
+    tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
+    return backend.load(source, LoadOptions(tensors, attention_backend, max_attention_window or (), progress))
+
+
+def _source(model_dir: str | os.PathLike[str], trust_remote_code: bool) -> ModelSource:
     config = read_hf_config(model_dir)
+    return ModelSource(model_dir, config, architecture(config), trust_remote_code)
+
+
+def _backend(source: ModelSource, name: str) -> ModelBackend:
+    """The backend called ``name``; for ``auto`` the native one, or where that has no family, transformers'."""
+    if name == "auto":
+        name = _NATIVE if _is_native(source) or not _runs_elsewhere(source) else _TRANSFORMERS
+    elif name not in MODEL_BACKENDS:
+        raise ConfigError(f"model_backend {name!r} is not allowed; use auto, {', '.join(MODEL_BACKENDS.names())}")
+    if name == _NATIVE and not _is_native(source):
+        raise _unknown(source)
+    backend: ModelBackend = MODEL_BACKENDS.get(name)()
+    return backend
+
+
+def _is_native(source: ModelSource) -> bool:
+    return _nearest(_NATIVE, source) == source.architecture
+
+
+def _runs_elsewhere(source: ModelSource) -> bool:
+    """Whether the transformers backend takes the architecture on; whether it can serve it shows when it is loaded."""
+    if source.trust_remote_code and "AutoModelForCausalLM" in (source.config.get("auto_map") or {}):
+        return True
+    return _nearest(_TRANSFORMERS, source) == source.architecture
+
+
+def _nearest(name: str, source: ModelSource) -> str | None:
+    backend: ModelBackend = MODEL_BACKENDS.get(name)()
+    return backend.nearest(source.architecture)
+
+
+def _unknown(source: ModelSource) -> ModelLoadError:
+    """Why a model without a family file is refused, and what may help."""
+    where = f"config.json of {source.model_dir}"
     try:
-        family: Family = ARCHITECTURES.get(architecture(config))
+        ARCHITECTURES.get(source.architecture)
     except ConfigError as error:
-        raise ModelLoadError(f"config.json of {model_dir}: {error}") from None
-    spec = dataclasses.replace(family.from_hf(config), max_windows=max_attention_window or ())
-    options = TensorOptions(_DTYPES[dtype], torch.device(device))
-    ops = TorchOps()
-    backend = select_backend(attention_backend, attention_specs(spec), options.dtype, options.device)
-    attention = backend(ops, options.device)
-    with torch.inference_mode():
-        model = CausalLM(spec, ModelParts(ops, attention, Unquantized(), options))
-        load_weights(model_dir, model.load_targets(), family.rules, progress)
-        model.after_loading()
-    model.eval()
-    return LoadedModel(model, attention, spec, options)
+        message = f"{where}: {error}"
+    if _runs_elsewhere(source):
+        return ModelLoadError(f"{message}; model_backend:transformers may run it")
+    nearest = _nearest(_TRANSFORMERS, source)
+    message += "; transformers has no such causal language model either"
+    if nearest and repr(nearest) not in message:
+        message += f", the nearest there is {nearest!r}"
+    if source.config.get("auto_map"):
+        message += "; the folder brings code of its own, which runs only with trust_remote_code"
+    return ModelLoadError(message)

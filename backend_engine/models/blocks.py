@@ -4,51 +4,132 @@ Built and run by ``CausalLM``. A block takes the residual stream and the not yet
 before it, so that the sum and the norm after it can be one operation.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
-from backend_engine.attention.interface import AttentionBackend, AttentionSpec
-from backend_engine.layers.attention_layer import AttentionLayer
-from backend_engine.layers.mlp import GatedMlp
-from backend_engine.layers.norm import RMSNorm
-from backend_engine.models.arch_spec import ArchSpec
-from backend_engine.ops.torch_ops import TorchOps
-from backend_engine.quantization.quant_method import QuantMethod, TensorOptions
+from backend_engine.layers.attention_layer import AttentionDecl, AttentionLayer
+from backend_engine.layers.latent_attention import LatentAttention, LatentAttentionDecl
+from backend_engine.layers.mamba2 import Mamba2
+from backend_engine.layers.mlp import GatedMlp, GatedMlpDecl, PlainMlp, PlainMlpDecl
+from backend_engine.layers.moe import SparseMoe
+from backend_engine.layers.norm import Norm, create_norm
+from backend_engine.layers.parts import LayerStep, ModelParts
+from backend_engine.models.arch_spec import ArchSpec, MlpDecl
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """What a model is built with: the injected maths, attention and weight scheme, and where tensors live."""
+class Block(nn.Module):
+    """What all orders share: the two sublayers of layer ``layer_idx``. ``mlp`` is ``None`` in a layer without one."""
 
-    ops: TorchOps
-    attention: AttentionBackend
-    quant: QuantMethod
-    options: TensorOptions
-
-
-class PreNormBlock(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``."""
-
-    def __init__(self, spec: ArchSpec, attention: AttentionSpec, parts: ModelParts) -> None:
+    def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
         super().__init__()
-        ops, quant, options = parts.ops, parts.quant, parts.options
-        biases = (spec.attention.qkv_bias, spec.attention.out_bias)
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm.eps, ops, options)
-        self.attention = AttentionLayer(attention, spec.hidden_size, biases, ops, parts.attention, quant, options)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm.eps, ops, options)
-        self.mlp = GatedMlp(spec.hidden_size, spec.mlp.size, spec.mlp.bias, ops, quant, options)
+        decl = spec.layers[layer_idx]
+        self.mixer = _mixer(spec, layer_idx, parts)
+        self.mlp = None if decl.mlp is None else _mlp(decl.mlp, spec.hidden_size, parts)
+        self._residual_scale = spec.residual_scale
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], kv: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """``x``: the previous sublayer's output, ``residual``: the stream before it (``None`` in the first layer)."""
-        if residual is None:
-            x, residual = self.attention_norm(x), x
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        x, residual = self.mlp_norm.add(self.attention(x, rope, kv), residual)
-        return self.mlp(x), residual
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
+        """``x``: the previous sublayer's output, ``residual``: the stream before it (``None`` in the first layer).
+
+        Returns the same of this block.
+        """
+        raise AssertionError(f"{type(self).__name__} has no order of operations")
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._residual_scale == 1.0 else x * self._residual_scale
 
 
-BLOCKS = {"pre_norm": PreNormBlock}
+class PreNormBlock(Block):
+    """``x += mixer(norm(x)); x += mlp(norm(x))``."""
+
+    def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
+        super().__init__(spec, layer_idx, parts)
+        self.mixer_norm = _norm(spec, parts)
+        self.mlp_norm = None if self.mlp is None else _norm(spec, parts)
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
+        x, residual = _norm_sum(self.mixer_norm, x, residual)
+        x = self._scaled(self.mixer(x, step))
+        if self.mlp is None or self.mlp_norm is None:
+            return x, residual
+        x, residual = self.mlp_norm.add(x, residual)
+        return self._scaled(self.mlp(x)), residual
+
+
+class SandwichNormBlock(Block):
+    """``x += norm(mixer(norm(x))); x += norm(mlp(norm(x)))``, four norms."""
+
+    def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
+        super().__init__(spec, layer_idx, parts)
+        assert self.mlp is not None, f"layer {layer_idx} has nothing between its second pair of norms"
+        self.mixer_norm, self.mixer_out_norm, self.mlp_norm, self.mlp_out_norm = (_norm(spec, parts) for _ in range(4))
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
+        x, residual = _norm_sum(self.mixer_norm, x, residual)
+        x, residual = self.mlp_norm.add(self._scaled(self.mixer_out_norm(self.mixer(x, step))), residual)
+        assert self.mlp is not None
+        return self._scaled(self.mlp_out_norm(self.mlp(x))), residual
+
+
+class PostNormBlock(Block):
+    """``x += norm(mixer(x)); x += norm(mlp(x))``: the norms are on what is added."""
+
+    def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
+        super().__init__(spec, layer_idx, parts)
+        assert self.mlp is not None, f"layer {layer_idx} has nothing before its second norm"
+        self.mixer_out_norm, self.mlp_out_norm = (_norm(spec, parts) for _ in range(2))
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else residual + x
+        total = total + self._scaled(self.mixer_out_norm(self.mixer(total, step)))
+        assert self.mlp is not None
+        return self._scaled(self.mlp_out_norm(self.mlp(total))), total
+
+
+class ParallelBlock(Block):
+    """``x += mixer(norm(x)) + mlp(other_norm(x))``: both sublayers read the same stream."""
+
+    def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
+        super().__init__(spec, layer_idx, parts)
+        assert self.mlp is not None, f"layer {layer_idx} has nothing beside its mixer"
+        self.mixer_norm, self.mlp_norm = (_norm(spec, parts) for _ in range(2))
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
+        normed, total = _norm_sum(self.mixer_norm, x, residual)
+        assert self.mlp is not None
+        return self._scaled(self.mixer(normed, step) + self.mlp(self.mlp_norm(total))), total
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre_norm": PreNormBlock,
+    "sandwich_norm": SandwichNormBlock,
+    "post_norm": PostNormBlock,
+    "parallel": ParallelBlock,
+}
+
+
+def _norm(spec: ArchSpec, parts: ModelParts) -> Norm:
+    return create_norm(spec.norm, spec.hidden_size, parts.ops, parts.options)
+
+
+def _norm_sum(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of the stream, and the stream."""
+    return (norm(x), x) if residual is None else norm.add(x, residual)
+
+
+def _mixer(spec: ArchSpec, layer_idx: int, parts: ModelParts) -> nn.Module:
+    decl = spec.layers[layer_idx].mixer
+    if not isinstance(decl, AttentionDecl | LatentAttentionDecl):
+        return Mamba2(decl, layer_idx, spec.hidden_size, parts)
+    attention = decl.attention_spec(layer_idx, spec.sliding_window(layer_idx))
+    rope_index = None if decl.rope is None else spec.ropes.index(decl.rope)
+    if isinstance(decl, AttentionDecl):
+        return AttentionLayer(decl, attention, spec.hidden_size, rope_index, parts)
+    assert rope_index is not None, "latent attention without rotation"
+    return LatentAttention(decl, attention, spec.hidden_size, rope_index, parts)
+
+
+def _mlp(decl: MlpDecl, hidden_size: int, parts: ModelParts) -> nn.Module:
+    if isinstance(decl, GatedMlpDecl):
+        return GatedMlp(decl, hidden_size, parts)
+    if isinstance(decl, PlainMlpDecl):
+        return PlainMlp(decl, hidden_size, parts)
+    return SparseMoe(decl, hidden_size, parts)

@@ -1,40 +1,27 @@
-"""``CausalLM``: the one decoder-only transformer, built from an ``ArchSpec``.
+"""``CausalLM``: the one decoder-only model, built from an ``ArchSpec``.
 
 ``ModelEngine`` runs it, ``checkpoint/loader.py`` fills its parameters. It knows neither requests nor files, and
 no model by name.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from backend_engine.attention.interface import AttentionSpec
-from backend_engine.core.kv_spec import KvSpec
+from backend_engine.core.kv_spec import StateSpec
 from backend_engine.layers.embedding import Embedding
 from backend_engine.layers.linear import Linear
-from backend_engine.layers.norm import RMSNorm
+from backend_engine.layers.norm import create_norm
+from backend_engine.layers.parts import LayerCache, LayerStep, ModelParts
 from backend_engine.layers.rotary import Rotary
+from backend_engine.layers.state_plan import StatePlan
 from backend_engine.models.arch_spec import ArchSpec
-from backend_engine.models.blocks import BLOCKS, ModelParts
+from backend_engine.models.blocks import BLOCKS
+from backend_engine.models.model_inputs import ModelInputs
+from backend_engine.models.model_traits import ModelTraits
 from backend_engine.models.weight_rules import LoadTarget
-
-
-def attention_specs(spec: ArchSpec) -> tuple[AttentionSpec, ...]:
-    """Attention of each layer."""
-    decl = spec.attention
-    return tuple(
-        AttentionSpec(
-            layer_idx=i,
-            num_heads=decl.num_heads,
-            num_kv_heads=decl.num_kv_heads,
-            head_dim=decl.head_dim,
-            scale=decl.scale,
-            sliding_window=spec.sliding_window(i),
-            logit_softcap=decl.logit_softcap,
-        )
-        for i in range(spec.num_layers)
-    )
 
 
 class CausalLM(nn.Module):
@@ -48,53 +35,80 @@ class CausalLM(nn.Module):
         super().__init__()
         self.spec = spec
         options = parts.options
-        block = BLOCKS[spec.block]
-        rope = spec.positions
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, options)
-        self.rotary = Rotary(rope.theta, spec.attention.head_dim, rope.scaling, parts.ops, options)
-        self.layers = nn.ModuleList(block(spec, attention, parts) for attention in attention_specs(spec))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm.eps, parts.ops, options)
+        self.embed_positions: Embedding | None = None
+        if spec.learned_positions is not None:
+            self.embed_positions = Embedding(spec.learned_positions, spec.hidden_size, options)
+        self.rotaries = nn.ModuleList(Rotary(rope, parts.ops, options) for rope in spec.ropes)
+        block = BLOCKS[spec.block]
+        self.layers = nn.ModuleList(block(spec, i, parts) for i in range(spec.num_layers))
+        self.norm = create_norm(spec.norm, spec.hidden_size, parts.ops, options)
         head_options = options._replace(device=torch.device("meta")) if spec.tie_embeddings else options
         self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), parts.quant, head_options, bias=False)
         if spec.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        # Rounded to the weights' dtype, as those who train models do it.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=options.dtype).item()
+        self._has_states = any(isinstance(cache, StateSpec) for cache in spec.cache_specs)
 
     @property
-    def kv_specs(self) -> tuple[KvSpec, ...]:
-        """What each layer stores for a token."""
-        decl = self.spec.attention
-        return (KvSpec(decl.num_kv_heads, decl.head_dim),) * self.spec.num_layers
+    def traits(self) -> ModelTraits:
+        """What the engine has to know of the model."""
+        spec = self.spec
+        return ModelTraits(
+            vocab_size=spec.vocab_size,
+            cache_specs=spec.cache_specs,
+            attention_specs=spec.attention_specs(),
+            exact_up_to=spec.exact_up_to,
+            positions_switch_at=spec.positions_switch_at,
+        )
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """Every parameter to fill, by name, with the rows of its fused parts."""
         targets = {}
         for name, parameter in self.named_parameters():
             owner = self.get_submodule(name.rpartition(".")[0])
-            parts = owner.out_sizes if isinstance(owner, Linear) else (parameter.shape[0],)
-            targets[name] = LoadTarget(parameter.data, parts)
+            if isinstance(owner, Linear):
+                targets[name] = LoadTarget(parameter.data, owner.out_sizes, owner.head_dim)
+            else:
+                targets[name] = LoadTarget(parameter.data, (parameter.shape[0],))
         return targets
 
     def after_loading(self) -> None:
-        """Let every weight scheme prepare its weights; called once, when all targets are filled."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.after_loading()
+        """Let every layer prepare its weights, inner ones first; called once, when all targets are filled."""
+        for module in reversed(list(self.modules())):
+            prepare: Any = getattr(module, "after_loading", None)
+            if module is not self and prepare is not None:
+                prepare()
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, logits_indices: Tensor, kv_layers: Sequence[Tensor]
-    ) -> Tensor:
-        """Tokens ``[num_tokens]`` -> float32 logits ``[num_logits, vocab_size]`` of those at ``logits_indices``.
+    def forward(self, inputs: ModelInputs, caches: Sequence[LayerCache]) -> Tensor:
+        """The step's tokens -> float32 logits ``[num_logits, vocab_size]`` of those at ``inputs.logits_indices``.
 
-        The attention backend must have been prepared for this step. ``kv_layers``: the pool, layer by layer.
+        The attention backend must have been prepared for this step. ``caches``: the pool, layer by layer.
         """
-        x: Tensor = self.embed_tokens(input_ids)
-        rope = self.rotary(position_ids)
+        spec = self.spec
+        x: Tensor = self.embed_tokens(inputs.input_ids)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(inputs.position_ids)
+        step = LayerStep(
+            ropes=tuple(rotary(inputs.position_ids, inputs.text_lens) for rotary in self.rotaries),
+            caches=caches,
+            metadata=inputs.attention,
+            states=StatePlan.of(inputs.attention) if self._has_states else None,
+        )
         residual: Tensor | None = None
-        for layer, kv in zip(self.layers, kv_layers, strict=True):
-            x, residual = layer(x, residual, rope, kv)
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
         assert residual is not None, "a model without layers"
-        if logits_indices.shape[0] == 0:
-            return torch.empty(0, self.spec.vocab_size, device=x.device)
-        x, _ = self.norm.add(x.index_select(0, logits_indices), residual.index_select(0, logits_indices))
-        logits: Tensor = self.lm_head(x)
-        return logits.to(torch.float32)
+        wanted = inputs.logits_indices
+        if wanted.shape[0] == 0:
+            return torch.empty(0, spec.vocab_size, device=x.device)
+        x, _ = self.norm.add(x.index_select(0, wanted), residual.index_select(0, wanted))
+        logits: Tensor = self.lm_head(x).to(torch.float32)
+        if spec.logits_scale != 1.0:
+            logits = logits * spec.logits_scale
+        if spec.logits_softcap is not None:
+            logits = torch.tanh(logits / spec.logits_softcap) * spec.logits_softcap
+        return logits

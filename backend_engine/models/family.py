@@ -1,18 +1,47 @@
 """``Family``: what a family file exports as ``FAMILY``: how to read its config.json and its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from backend_engine.models.arch_spec import ArchSpec
+from backend_engine.models.config_keys import check_rest, unknown_keys
+from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Rule
 
 
 @dataclass(frozen=True)
 class Family:
-    """``from_hf``: config.json as a dict to ``ArchSpec``, ``ModelLoadError`` for what it cannot be faithful to.
-    ``rules``: from checkpoint tensors to the parameters of ``CausalLM``.
+    """``build``: config.json to ``ArchSpec``, ``ModelLoadError`` for what it cannot be faithful to. ``rules``: from
+    checkpoint tensors to the parameters of ``CausalLM``. ``section``: the part of config.json that describes the
+    language model, where it also describes others; ``None`` = all of it.
     """
 
-    from_hf: Callable[[dict[str, Any]], ArchSpec]
+    build: Callable[[HfConfig], ArchSpec]
     rules: tuple[Rule, ...]
+    section: str | None = None
+
+    def from_hf(self, values: Mapping[str, Any]) -> ArchSpec:
+        """The model that config.json describes. Refuses values that the family did not read and that would change the
+        maths.
+        """
+        config = self._config(values)
+        spec = self.build(config)
+        check_rest(config)
+        return spec
+
+    def unknown_keys(self, values: Mapping[str, Any]) -> list[str]:
+        """Keys of config.json that neither the family reads nor anybody knows; they have no effect."""
+        config = self._config(values)
+        self.build(config)
+        return unknown_keys(config)
+
+    def _config(self, values: Mapping[str, Any]) -> HfConfig:
+        config = HfConfig(values)
+        if self.section is None:
+            return config
+        section = config.section(self.section)
+        if section is None:
+            raise config.refuse(self.section, "an object that describes the language model")
+        config.require_neutral({"quantization_config": ()})
+        return section

@@ -11,11 +11,14 @@ from backend_engine.errors import ModelLoadError
 
 
 class HfConfig:
-    """Typed view of a config. ``where`` names the place in messages; ``null`` counts as absent."""
+    """Typed view of a config. ``where`` names the place in messages; ``null`` counts as absent. Remembers
+    what was read.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values = values
         self._where = where
+        self._read: set[str] = set()
 
     def refuse(self, key: str, allowed: str) -> ModelLoadError:
         """The error for a value that is not allowed (or missing); the caller raises it."""
@@ -25,11 +28,24 @@ class HfConfig:
 
     def get(self, key: str) -> Any:
         """The value as it is; ``None`` when absent."""
+        self._read.add(key)
         return self._values.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there, with ``null`` or any other value."""
+        return key in self._values
+
+    def has_read(self, key: str) -> bool:
+        """Whether somebody has asked for the key."""
+        return key in self._read
+
+    def unread(self) -> list[str]:
+        """Keys with a value that nobody has asked for, sorted."""
+        return sorted(key for key, value in self._values.items() if key not in self._read and value is not None)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer of at least 1; without a default it must be there."""
-        value = self._values.get(key)
+        value = self.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -38,7 +54,7 @@ class HfConfig:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; without a default it must be there."""
-        value = self._values.get(key)
+        value = self.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -47,16 +63,43 @@ class HfConfig:
 
     def flag(self, key: str, default: bool) -> bool:
         """``true`` or ``false``."""
-        value = self._values.get(key)
+        value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 0; without a default it must be there."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refuse(key, "an integer of at least 0")
+        return value
+
+    def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
+        """One of the names in ``allowed``; without a default it must be there."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or value not in allowed:
+            raise self.refuse(key, f"one of {', '.join(sorted(allowed))}")
+        return value
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of ``length`` numbers above 0; it must be there."""
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) != length:
+            raise self.refuse(key, f"a list of {length} numbers")
+        if any(isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v < math.inf for v in values):
+            raise self.refuse(key, f"a list of {length} numbers above 0")
+        return tuple(float(value) for value in values)
+
     def section(self, key: str) -> "HfConfig | None":
         """A nested object; ``None`` when absent or empty."""
-        value = self._values.get(key)
+        value = self.get(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
@@ -66,6 +109,7 @@ class HfConfig:
     def require_neutral(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Refuse keys that would change the maths in a way the family does not do: absent or one of the values."""
         for key, values in neutral.items():
+            self._read.add(key)
             if self._values.get(key) is not None and self._values[key] not in values:
                 allowed = " or ".join(repr(value) for value in values) if values else "no such key"
                 raise self.refuse(key, allowed)

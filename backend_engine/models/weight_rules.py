@@ -1,22 +1,62 @@
 """Weight rules: which checkpoint tensors fill which parameters. Data of the model families.
 
-``{i}``-like placeholders stand for one name segment and are the same on both sides of a rule. ``plan`` turns
-rules and parameters into copies for ``checkpoint/loader.py``; nothing here reads a file or a tensor's values.
+``{i}``-like placeholders stand for one name segment and are the same on both sides of a rule. Several rules may be
+about one parameter: the first whose tensors the checkpoint has is taken, so that spellings live side by side.
+``plan`` turns rules and parameters into copies for ``checkpoint/loader.py``; nothing here reads a file.
 """
 
+import bisect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from backend_engine.quantization.mxfp4 import BLOCK_SIZE, dequantize_mxfp4
+
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+
 
 class LoadTarget(NamedTuple):
-    """A parameter to fill: the tensor, and the rows (dimension 0) of the parts it is fused from."""
+    """A parameter to fill: the tensor, and the rows (dimension 0) of the parts it is fused from, of which ``head_dim``
+    belong to one attention head.
+    """
 
     tensor: Tensor
     part_sizes: tuple[int, ...]
+    head_dim: int = 1
+
+
+class Source(NamedTuple):
+    """A checkpoint tensor, with the shape and the dtypes (as safetensors spells them) that it has to have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+
+
+class Copy(NamedTuple):
+    """``rows`` rows of ``parameter`` from ``start`` on are what ``pick`` takes out of the tensors ``sources``."""
+
+    parameter: str
+    sources: tuple[Source, ...]
+    start: int
+    rows: int
+    pick: Callable[..., Tensor]
+
+
+class Rule(Protocol):
+    """A statement about parameters, checkpoint tensors, or both."""
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """The parameters it fills."""
+        ...
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        """How it fills ``parameter``, which matched one of ``templates`` with these placeholders."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,6 +66,14 @@ class Rename:
     source: str
     parameter: str
 
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        shape = tuple(targets[parameter].tensor.shape)
+        return [Copy(parameter, (Source(self.source.format(**names), shape),), 0, shape[0], _whole)]
+
 
 @dataclass(frozen=True)
 class Transpose:
@@ -33,6 +81,14 @@ class Transpose:
 
     source: str
     parameter: str
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        rows, columns = targets[parameter].tensor.shape
+        return [Copy(parameter, (Source(self.source.format(**names), (columns, rows)),), 0, rows, _transposed)]
 
 
 @dataclass(frozen=True)
@@ -42,6 +98,45 @@ class Fuse:
     sources: tuple[str, ...]
     parameter: str
 
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        target = targets[parameter]
+        assert len(self.sources) == len(target.part_sizes), (self, target.part_sizes)
+        found, start = [], 0
+        for source, size in zip(self.sources, target.part_sizes, strict=True):
+            shape = (size, *target.tensor.shape[1:])
+            found.append(Copy(parameter, (Source(source.format(**names), shape),), start, size, _whole))
+            start += size
+        return found
+
+
+@dataclass(frozen=True)
+class FuseInterleaved:
+    """``source`` holds the parts of the fused ``parameter`` head by head: each head's rows of the first part, then its
+    rows of the second, and so on. All parts have the same number of heads.
+    """
+
+    source: str
+    parameter: str
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        target = targets[parameter]
+        shape, num_parts = tuple(target.tensor.shape), len(target.part_sizes)
+        assert len(set(target.part_sizes)) == 1, f"{parameter} has parts of different sizes: {target.part_sizes}"
+
+        def by_part(source: Tensor) -> Tensor:
+            heads = source.reshape(-1, num_parts, target.head_dim, *shape[1:])
+            return heads.transpose(0, 1).reshape(shape)
+
+        return [Copy(parameter, (Source(self.source.format(**names), shape),), 0, shape[0], by_part)]
+
 
 @dataclass(frozen=True)
 class Split:
@@ -49,6 +144,76 @@ class Split:
 
     source: str
     parameters: tuple[str, ...]
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return self.parameters
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        siblings = [name.format(**names) for name in self.parameters]
+        sizes = [targets[name].tensor.shape[0] for name in siblings]
+        first, rows = sum(sizes[: siblings.index(parameter)]), targets[parameter].tensor.shape[0]
+        source = Source(self.source.format(**names), (sum(sizes), *targets[parameter].tensor.shape[1:]))
+        return [Copy(parameter, (source,), 0, rows, lambda tensor: tensor[first : first + rows])]
+
+
+@dataclass(frozen=True)
+class Unstack:
+    """``parameter``, one per expert ``{e}``, is entry ``e`` of the checkpoint's stacked ``source``.
+
+    is_transposed: each entry has rows and columns swapped. is_interleaved: the rows of the fused parts alternate.
+    """
+
+    source: str
+    parameter: str
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        target, expert = targets[parameter], int(names["e"])
+        shape = tuple(target.tensor.shape)
+        stored = shape[::-1] if self.is_transposed else shape
+        source = Source(self.source.format(**names), (_num_experts(self.parameter, names, targets), *stored))
+
+        def pick(stacked: Tensor) -> Tensor:
+            entry = stacked[expert].T if self.is_transposed else stacked[expert]
+            return _by_part(entry, len(target.part_sizes)) if self.is_interleaved else entry
+
+        return [Copy(parameter, (source,), 0, shape[0], pick)]
+
+
+@dataclass(frozen=True)
+class UnstackMxfp4:
+    """``Unstack`` of weights in MXFP4: ``blocks`` and ``scales`` as ``dequantize_mxfp4`` takes them, stacked."""
+
+    blocks: str
+    scales: str
+    parameter: str
+    is_interleaved: bool = False
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        target, expert = targets[parameter], int(names["e"])
+        rows, columns = target.tensor.shape
+        num_experts = _num_experts(self.parameter, names, targets)
+        scales = (num_experts, rows, columns // BLOCK_SIZE)
+        sources = (
+            Source(self.blocks.format(**names), (*scales, BLOCK_SIZE // 2), ("U8",)),
+            Source(self.scales.format(**names), scales, ("U8",)),
+        )
+
+        def pick(all_blocks: Tensor, all_scales: Tensor) -> Tensor:
+            weight = dequantize_mxfp4(all_blocks[expert], all_scales[expert])
+            return _by_part(weight, len(target.part_sizes)) if self.is_interleaved else weight
+
+        return [Copy(parameter, sources, 0, rows, pick)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +226,13 @@ class Tie:
     parameter: str
     shared_with: str
 
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        return Rename(self.source, self.parameter).copies(parameter, names, targets)
+
 
 @dataclass(frozen=True)
 class Ignore:
@@ -68,26 +240,54 @@ class Ignore:
 
     source: str
 
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return ()
 
-Rule = Rename | Transpose | Fuse | Split | Tie | Ignore
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        raise AssertionError(f"{self} fills no parameter")
 
 
-class Copy(NamedTuple):
-    """One copy: ``shape`` is what the source has to have, ``source_start`` the first row of it that is taken
-    (of the transposed source with ``is_transposed``), ``start`` and ``rows`` where it goes in the parameter.
+@dataclass(frozen=True)
+class IgnoreUnder:
+    """Checkpoint tensors whose names begin with ``prefix``: of a part of the checkpoint that is not this model."""
+
+    prefix: str
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return ()
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        raise AssertionError(f"{self} fills no parameter")
+
+
+@dataclass(frozen=True)
+class IgnoreBeside:
+    """Checkpoint tensors whose names begin with ``prefix``, where the checkpoint also holds ``marker``: a layer that is
+    no part of the model.
     """
 
-    parameter: str
-    shape: tuple[int, ...]
-    source_start: int
-    start: int
-    rows: int
-    is_transposed: bool = False
+    prefix: str
+    marker: str
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return ()
+
+    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
+        raise AssertionError(f"{self} fills no parameter")
+
+    def ignored(self, stored: Collection[str]) -> list[re.Pattern[str]]:
+        """Patterns of the tensors."""
+        marked = (_pattern(self.marker).fullmatch(name) for name in stored)
+        prefixes = (self.prefix.format(**match.groupdict()) for match in marked if match)
+        return [re.compile(re.escape(prefix) + ".*") for prefix in prefixes]
 
 
 class Plan(NamedTuple):
-    """``copies`` by checkpoint tensor, all of which must exist. ``duplicates``: tensors that may exist and must
-    then equal the named parameter. ``ignored``: patterns of tensors that may exist.
+    """``copies`` by the first of their checkpoint tensors. ``duplicates``: tensors that may exist and must then equal
+    the named parameter. ``ignored``: patterns of tensors that may exist.
     """
 
     copies: dict[str, list[Copy]]
@@ -95,15 +295,24 @@ class Plan(NamedTuple):
     ignored: tuple[re.Pattern[str], ...]
 
 
-def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget]) -> Plan:
-    """Find the sources of every target. A target without a rule is a mistake of the family, hence an assertion."""
-    result = Plan({}, {}, tuple(_pattern(rule.source) for rule in rules if isinstance(rule, Ignore)))
+def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget], stored: Collection[str]) -> Plan:
+    """Find the sources of every target among the ``stored`` names.
+
+    Where no rule finds all of its tensors, the first that is about the target is taken, for the loader to tell what is
+    missing. A target without a rule is a mistake of the family, hence an assertion.
+    """
+    ignored = [_pattern(rule.source) for rule in rules if isinstance(rule, Ignore)]
+    ignored += [re.compile(re.escape(rule.prefix) + ".*") for rule in rules if isinstance(rule, IgnoreUnder)]
+    ignored += [pattern for rule in rules if isinstance(rule, IgnoreBeside) for pattern in rule.ignored(stored)]
+    result = Plan({}, {}, tuple(ignored))
+    patterns = [(_pattern(template), rule) for rule in rules for template in rule.templates]
     for parameter in targets:
-        matches = (_expand(rule, parameter, targets) for rule in rules)
-        found = next((match for match in matches if match), None)
-        assert found is not None, f"no weight rule fills parameter {parameter}"
-        for source, copy in found:
-            result.copies.setdefault(source, []).append(copy)
+        matches = ((rule, pattern.fullmatch(parameter)) for pattern, rule in patterns)
+        candidates = [rule.copies(parameter, match.groupdict(), targets) for rule, match in matches if match]
+        assert candidates, f"no weight rule fills parameter {parameter}"
+        complete = (found for found in candidates if all(source.name in stored for c in found for source in c.sources))
+        for copy in next(complete, candidates[0]):
+            result.copies.setdefault(copy.sources[0].name, []).append(copy)
     for rule in rules:
         if isinstance(rule, Tie) and rule.parameter not in targets:
             result.duplicates[rule.source] = rule.shared_with
@@ -117,29 +326,21 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def _expand(rule: Rule, parameter: str, targets: Mapping[str, LoadTarget]) -> list[tuple[str, Copy]]:
-    """The copies by which ``rule`` fills ``parameter``; empty when it is not about it."""
-    if isinstance(rule, Ignore):
-        return []
-    templates = rule.parameters if isinstance(rule, Split) else (rule.parameter,)
-    found = ((i, _pattern(template).fullmatch(parameter)) for i, template in enumerate(templates))
-    index, match = next(((i, match) for i, match in found if match), (0, None))
-    if match is None:
-        return []
-    names = match.groupdict()
-    target = targets[parameter]
-    rows, *rest = target.tensor.shape
-    if isinstance(rule, Fuse):
-        assert len(rule.sources) == len(target.part_sizes), (rule, target.part_sizes)
-        copies, start = [], 0
-        for source, size in zip(rule.sources, target.part_sizes, strict=True):
-            copies.append((source.format(**names), Copy(parameter, (size, *rest), 0, start, size)))
-            start += size
-        return copies
-    source = rule.source.format(**names)
-    if isinstance(rule, Split):
-        sizes = [targets[name.format(**names)].tensor.shape[0] for name in rule.parameters]
-        return [(source, Copy(parameter, (sum(sizes), *rest), sum(sizes[:index]), 0, rows))]
-    is_transposed = isinstance(rule, Transpose)
-    shape = (*rest, rows) if is_transposed else (rows, *rest)
-    return [(source, Copy(parameter, shape, 0, 0, rows, is_transposed))]
+def _num_experts(template: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> int:
+    """How many experts share the stacked tensor that ``template`` with these placeholders comes from."""
+    # They are numbered without gaps, so the first number that is missing can be searched for.
+    every = range(len(targets) + 1)
+    return bisect.bisect_left(every, True, key=lambda e: template.format(**{**names, "e": str(e)}) not in targets)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.T
+
+
+def _by_part(rows: Tensor, num_parts: int) -> Tensor:
+    """Rows of ``num_parts`` parts that alternate -> the parts one below the other."""
+    return rows.reshape(-1, num_parts, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)

@@ -8,7 +8,31 @@ from typing import Any
 from backend_engine.plugins.registry import Registry
 
 ARCHITECTURES: Registry[Any] = Registry(
-    "architecture", {"LlamaForCausalLM": "backend_engine.models.families.llama:FAMILY"}
+    "architecture",
+    {
+        "DeepseekV2ForCausalLM": "backend_engine.models.families.deepseek_v2:FAMILY",
+        "DeepseekV3ForCausalLM": "backend_engine.models.families.deepseek_v3:FAMILY",
+        "Gemma2ForCausalLM": "backend_engine.models.families.gemma2:FAMILY",
+        "Gemma3ForCausalLM": "backend_engine.models.families.gemma3:FAMILY",
+        "Gemma3ForConditionalGeneration": "backend_engine.models.families.gemma3:WITH_VISION",
+        "GemmaForCausalLM": "backend_engine.models.families.gemma:FAMILY",
+        "GPT2LMHeadModel": "backend_engine.models.families.gpt2:FAMILY",
+        "GptOssForCausalLM": "backend_engine.models.families.gpt_oss:FAMILY",
+        "GPTNeoXForCausalLM": "backend_engine.models.families.gpt_neox:FAMILY",
+        "GraniteForCausalLM": "backend_engine.models.families.granite:FAMILY",
+        "GraniteMoeHybridForCausalLM": "backend_engine.models.families.granite_hybrid:FAMILY",
+        "LlamaForCausalLM": "backend_engine.models.families.llama:FAMILY",
+        "Mamba2ForCausalLM": "backend_engine.models.families.mamba2:FAMILY",
+        "MiniMaxM2ForCausalLM": "backend_engine.models.families.minimax_m2:FAMILY",
+        "MistralForCausalLM": "backend_engine.models.families.mistral:FAMILY",
+        "MixtralForCausalLM": "backend_engine.models.families.mixtral:FAMILY",
+        "Olmo2ForCausalLM": "backend_engine.models.families.olmo2:FAMILY",
+        "Phi3ForCausalLM": "backend_engine.models.families.phi3:FAMILY",
+        "Qwen2ForCausalLM": "backend_engine.models.families.qwen2:FAMILY",
+        "Qwen2MoeForCausalLM": "backend_engine.models.families.qwen2_moe:FAMILY",
+        "Qwen3ForCausalLM": "backend_engine.models.families.qwen3:FAMILY",
+        "Qwen3MoeForCausalLM": "backend_engine.models.families.qwen3_moe:FAMILY",
+    },
 )
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention backend", {"torch": "backend_engine.attention.torch_attention:TorchAttention"}
@@ -26,6 +50,13 @@ CONTEXT_CHUNKING_POLICIES: Registry[Any] = Registry(
     {
         "equal_progress": "backend_engine.scheduler.context_chunking:EqualProgress",
         "first_come_first_served": "backend_engine.scheduler.context_chunking:FirstComeFirstServed",
+    },
+)
+MODEL_BACKENDS: Registry[Any] = Registry(
+    "model backend",
+    {
+        "native": "backend_engine.model_engine.native_backend:NativeBackend",
+        "transformers": "backend_engine.model_engine.transformers_backend:TransformersBackend",
     },
 )
 WAITING_QUEUES: Registry[Any] = Registry(

@@ -20,6 +20,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, entries: dict[str, T | str] | None = None) -> None:
         self.kind = kind
         self._entries: dict[str, T | str] = dict(entries or {})
+        self._imported: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that adds an entry and returns it unchanged. A name taken already is a ``ConfigError``."""
@@ -46,9 +47,15 @@ class Registry(Generic[T]):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}{hint}")
         value = self._entries[name]
-        if isinstance(value, str):
+        if not isinstance(value, str):
+            return value
+        if name not in self._imported:
             module, _, attribute = value.partition(":")
-            resolved: Any = getattr(importlib.import_module(module), attribute)
-            self._entries[name] = resolved
-            return resolved
-        return value
+            found: Any = getattr(importlib.import_module(module), attribute)
+            self._imported[name] = found
+        return self._imported[name]
+
+    def module_of(self, name: str) -> str | None:
+        """Name of the module that a lazy entry lies in; ``None`` for one that was registered as an object."""
+        value = self._entries.get(name)
+        return value.partition(":")[0] if isinstance(value, str) else None

@@ -1,0 +1,73 @@
+"""``NativeBackend``: models of the family files, built from our own layers.
+
+Looked up by ``model_loader.py`` under ``native``. Logs nothing (progress goes to a callback).
+"""
+
+import dataclasses
+import difflib
+
+import torch
+
+from backend_engine.attention.select import select_backend
+from backend_engine.checkpoint.hf_folder import stated_dtype
+from backend_engine.checkpoint.loader import load_weights
+from backend_engine.config.model_facts import ModelFacts
+from backend_engine.core.kv_spec import StateSpec
+from backend_engine.errors import ConfigError, ModelLoadError
+from backend_engine.layers.parts import ModelParts
+from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend, nan_warning
+from backend_engine.models.causal_lm import CausalLM
+from backend_engine.models.family import Family
+from backend_engine.models.model_source import ModelSource
+from backend_engine.ops.torch_ops import TorchOps
+from backend_engine.plugins.catalog import ARCHITECTURES
+from backend_engine.quantization.unquantized import Unquantized
+
+
+class NativeBackend(ModelBackend):
+    """See the module."""
+
+    def nearest(self, architecture: str) -> str | None:
+        if architecture in ARCHITECTURES:
+            return architecture
+        return next(iter(difflib.get_close_matches(architecture, ARCHITECTURES.names(), n=1)), None)
+
+    def describe(self, source: ModelSource) -> ModelFacts:
+        spec = _family(source).from_hf(source.config)
+        states = [cache for cache in spec.cache_specs if isinstance(cache, StateSpec)]
+        tokens = [cache for cache in spec.cache_specs if not isinstance(cache, StateSpec)]
+        limits = [limit for limit in (spec.max_positions, spec.exact_up_to) if limit is not None]
+        return ModelFacts(
+            max_positions=min(limits, default=None),
+            dtype=stated_dtype(source.config),
+            elements_per_token=sum(cache.bytes_per_block(1, 1) for cache in tokens),
+            state_bytes=sum(cache.bytes_per_block(1, 1) for cache in states),
+        )
+
+    def load(self, source: ModelSource, options: LoadOptions) -> LoadedModel:
+        family = _family(source)
+        spec = dataclasses.replace(family.from_hf(source.config), max_windows=options.max_windows)
+        tensors = options.tensors
+        ops = TorchOps()
+        backend = select_backend(options.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
+        attention = backend(ops, tensors.device)
+        with torch.inference_mode():
+            model = CausalLM(spec, ModelParts(ops, attention, Unquantized(), tensors))
+            with_nan = load_weights(source.model_dir, model.load_targets(), family.rules, options.progress)
+            model.after_loading()
+        model.eval()
+        warnings = [nan_warning(name, source) for name in with_nan]
+        unknown = family.unknown_keys(source.config)
+        if unknown:
+            keys = ", ".join(unknown)
+            where = f"config.json of {source.model_dir}"
+            warnings.append(f"{where} has keys that are not understood and have no effect: {keys}")
+        return LoadedModel(model, model.traits, attention, tensors, tuple(warnings))
+
+
+def _family(source: ModelSource) -> Family:
+    try:
+        family: Family = ARCHITECTURES.get(source.architecture)
+    except ConfigError as error:
+        raise ModelLoadError(f"config.json of {source.model_dir}: {error}") from None
+    return family
