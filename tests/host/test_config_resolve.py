@@ -6,6 +6,7 @@ import pytest
 
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
+from backend_engine.config.model_facts import ModelFacts
 from backend_engine.config.resolve import DeviceInfo, Resolved, resolve
 from backend_engine.errors import ConfigError
 from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, WAITING_QUEUES
@@ -16,7 +17,7 @@ MAX_SEQ_LEN = 128
 
 def _resolve(**args: Any) -> Resolved:
     return resolve(
-        EngineArgs("model", **args), {"max_position_embeddings": MAX_SEQ_LEN}, DeviceInfo(has_cuda=False, num_cpus=3)
+        EngineArgs("model", **args), ModelFacts(max_positions=MAX_SEQ_LEN), DeviceInfo(has_cuda=False, num_cpus=3)
     )
 
 
@@ -52,7 +53,8 @@ def test_defaults() -> None:
     scheduler = config.scheduler
     assert (scheduler.capacity_policy, scheduler.waiting_queue_policy) == ("guaranteed_no_evict", "priority")
     assert scheduler.context_chunking_policy == "first_come_first_served"
-    assert config.kv_cache == KvCacheConfig()
+    assert config.kv_cache == KvCacheConfig(tokens_per_block=32)
+    assert config.tokens_per_block == 32
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,48 @@ def test_a_contiguous_cache_has_runs_of_max_seq_len_and_no_reuse_and_says_so() -
     assert quiet.config.kv_cache.tokens_per_block == MAX_SEQ_LEN and not _reasons(quiet, "enable_block_reuse")
 
 
+@pytest.mark.parametrize(
+    ("changes", "kv_cache", "expected"),
+    [
+        # As many tokens as take as much memory as the states, in whole multiples of 32.
+        ({"elements_per_token": 100, "state_bytes": 400 * 96}, {}, 96),
+        ({"elements_per_token": 100, "state_bytes": 400 * 96 + 1}, {}, 128),
+        ({"elements_per_token": 100, "state_bytes": 1}, {}, 32),
+        # Nothing but states: a longest request fills 16 blocks.
+        ({"state_bytes": 1}, {}, 64),
+        # Never more than fit, and what the user says holds.
+        ({"elements_per_token": 1, "state_bytes": 10**6}, {}, 1000),
+        ({"elements_per_token": 1, "state_bytes": 10**6}, {"max_tokens": 400}, 400),
+        ({"elements_per_token": 1, "state_bytes": 10**6}, {"tokens_per_block": 16}, 16),
+        ({"elements_per_token": 1, "state_bytes": 10**6}, {"layout": "contiguous"}, 1000),
+    ],
+)
+def test_a_block_with_a_recurrent_state_holds_more_tokens(
+    changes: dict[str, int], kv_cache: dict[str, Any], expected: int
+) -> None:
+    args = EngineArgs("model", kv_cache_config=KvCacheConfig(**kv_cache))
+    resolved = resolve(args, ModelFacts(max_positions=1000, **changes), DeviceInfo(has_cuda=False, num_cpus=3))
+    assert resolved.config.tokens_per_block == expected
+    told = [reason for reason in resolved.reasons if "recurrent states" in reason]
+    assert told == (
+        []
+        if kv_cache.keys() & {"tokens_per_block", "layout"}
+        else [
+            f"tokens_per_block {expected}: each block also holds recurrent states, {changes['state_bytes']} bytes, "
+            "which take as much memory as many tokens"
+        ]
+    )
+
+
+def test_a_wider_dtype_of_keys_and_values_makes_up_for_a_state_with_fewer_tokens() -> None:
+    facts = ModelFacts(max_positions=10_000, dtype="bfloat16", elements_per_token=100, state_bytes=400 * 320)
+    sizes = [
+        resolve(EngineArgs("model", dtype=dtype), facts, DeviceInfo(False, 1)).config.tokens_per_block
+        for dtype in ("float32", "bfloat16", "float16")
+    ]
+    assert sizes == [320, 640, 640]
+
+
 def test_windows_that_hold_every_text_are_dropped_and_others_kept() -> None:
     for windows, kept in [(None, None), ((64,), (64,)), ((MAX_SEQ_LEN, 64), (MAX_SEQ_LEN, 64)), ((), None)]:
         kv_cache = _resolve(kv_cache_config=KvCacheConfig(max_attention_window=windows)).config.kv_cache
@@ -119,3 +163,13 @@ def test_kept_iterations(num_iterations: int) -> None:
     assert _resolve(iter_stats_max_iterations=num_iterations).config.iter_stats_max_iterations == num_iterations
     with pytest.raises(ConfigError, match="iter_stats_max_iterations -1 is out of range; it must be 0"):
         _resolve(iter_stats_max_iterations=-1)
+
+
+def test_a_model_that_states_no_limit_needs_one_unless_its_state_is_recurrent() -> None:
+    machine = DeviceInfo(has_cuda=False, num_cpus=3)
+    with pytest.raises(ConfigError, match="max_seq_len must be set"):
+        resolve(EngineArgs("model"), ModelFacts(), machine)
+    resolved = resolve(EngineArgs("model"), ModelFacts(state_bytes=1000), machine)
+    assert resolved.config.max_seq_len == 8192
+    assert _reasons(resolved, "max_seq_len 8192: config.json states no limit")
+    assert resolve(EngineArgs("model", max_seq_len=50), ModelFacts(), machine).config.max_seq_len == 50

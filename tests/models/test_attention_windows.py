@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend_engine.models.arch_spec import ArchSpec, AttentionDecl, GatedMlpDecl, RmsNormDecl, RopeDecl
-from backend_engine.models.causal_lm import attention_specs
-from backend_engine.models.families.llama import FAMILY
+from backend_engine.layers.attention_layer import AttentionDecl
+from backend_engine.layers.norm import RmsNormDecl
+from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from tests.support.engine_driver import EngineDriver
-from tests.support.tiny_llama import TINY, build_tiny_llama, limit_windows, reference_greedy, reference_logits
+from tests.support.tiny_llama import build_tiny_llama, limit_windows, reference_greedy, reference_logits
 
 NEW_TOKENS = 12
 
@@ -36,13 +36,9 @@ def test_logits_and_tokens_are_those_of_transformers(
 
 
 def _windows(own: int | None, given: tuple[int, ...]) -> list[int | None]:
-    spec = FAMILY.from_hf({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TINY})
-    decl = AttentionDecl(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, sliding_window=own)
-    spec = ArchSpec(
-        96, 32, 5, 256, RmsNormDecl(1e-5), decl, GatedMlpDecl(8), RopeDecl(1e4, spec.positions.scaling),
-        max_windows=given,
-    )  # fmt: skip
-    return [attention.sliding_window for attention in attention_specs(spec)]
+    decl = AttentionDecl(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, rope=None, sliding_window=own)
+    spec = ArchSpec(96, 32, 256, RmsNormDecl(1e-5), (LayerDecl(decl, None),) * 5, max_windows=given)
+    return [attention.sliding_window for attention in spec.attention_specs()]
 
 
 def test_a_layer_has_the_smaller_of_its_own_window_and_the_given_one_which_repeat_over_the_layers() -> None:

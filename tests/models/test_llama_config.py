@@ -45,26 +45,30 @@ def test_old_and_new_rotary_spellings_mean_the_same(old: dict[str, Any], new: di
 
 
 def test_rotary_settings_arrive() -> None:
-    assert spec(rope_theta=5e5).positions.theta == 5e5
-    assert spec(rope_scaling={"type": "linear", "factor": 2}).positions.scaling == LinearScaling(2.0)
-    assert spec(rope_scaling=LLAMA3).positions.scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
-    dynamic = spec(rope_scaling={"type": "dynamic", "factor": 2.0}).positions
+    assert spec(rope_theta=5e5).ropes[0].theta == 5e5
+    assert spec(rope_scaling={"type": "linear", "factor": 2}).ropes[0].scaling == LinearScaling(2.0)
+    assert spec(rope_scaling=LLAMA3).ropes[0].scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    dynamic = spec(rope_scaling={"type": "dynamic", "factor": 2.0}).ropes[0]
     assert (dynamic.scaling, dynamic.exact_up_to) == (NoScaling(), 256)
     without = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
-    assert spec(rope_scaling=without).positions.scaling == Llama3Scaling(8.0, 1.0, 4.0, 256)
+    assert spec(rope_scaling=without).ropes[0].scaling == Llama3Scaling(8.0, 1.0, 4.0, 256)
 
 
 def test_absent_values_take_the_defaults_of_the_format() -> None:
     config = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "tie_word_embeddings")}
     plain = FAMILY.from_hf({**config, "head_dim": None})
-    assert (plain.attention.num_kv_heads, plain.attention.head_dim) == (4, 16)
-    assert not plain.tie_embeddings and not plain.attention.qkv_bias and not plain.mlp.bias
+    attention, mlp = plain.layers[0].mixer, plain.layers[0].mlp
+    assert (attention.num_kv_heads, attention.head_dim) == (4, 16)
+    assert not plain.tie_embeddings and not attention.qkv_bias and not mlp.bias
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'; expected 'silu' or 'swish'"),
+        (
+            {"hidden_act": "tanh"},
+            "config.json: hidden_act is 'tanh'; expected one of gelu, gelu_new, gelu_pytorch_tanh, silu, swish",
+        ),
         ({"pretraining_tp": 2}, "config.json: pretraining_tp is 2; expected 1"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
@@ -74,19 +78,23 @@ def test_absent_values_take_the_defaults_of_the_format() -> None:
         ({"final_logit_softcapping": 30.0}, "config.json: final_logit_softcapping is 30.0; expected no such key"),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "config.json: rope_scaling: rope_type is 'longrope'; expected default, linear, dynamic, llama3 or yarn",
+            "config.json: rope_scaling: short_factor is missing; expected a list of 8 numbers",
         ),
         (
-            {"rope_scaling": {"type": "su", "factor": 2.0}},
-            "config.json: rope_scaling: type is 'su'; expected default, linear, dynamic, llama3 or yarn",
+            {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+            "config.json: rope_scaling: type is 'ntk'; expected default, linear, dynamic, llama3, yarn or longrope",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+            "config.json: rope_scaling: mrope_section is [16, 24, 24]; expected no such key",
         ),
         (
             {"rope_scaling": {"factor": 2.0}},
-            "config.json: rope_scaling: rope_type is missing; expected default, linear, dynamic, llama3 or yarn",
+            "config.json: rope_scaling: rope_type is missing; expected default, linear, dynamic, llama3, yarn or ",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "config.json: rope_parameters: rope_type is missing; expected default, linear, dynamic, llama3 or yarn",
+            "config.json: rope_parameters: full_attention is {'rope_type': 'default'}; expected no such key",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},

@@ -32,11 +32,21 @@ class EngineDriver:
         tokens_per_block: int = 8,
         num_blocks: int = 100,
         max_attention_window: tuple[int, ...] | None = None,
+        model_backend: str = "auto",
     ) -> None:
-        loaded = load_model(folder, dtype, "cpu", "torch", max_attention_window=max_attention_window)
-        self.pool = KVPool(loaded.kv_specs, num_blocks, tokens_per_block, loaded.options.dtype, loaded.options.device)
-        for layer in self.pool.layers:
-            layer.fill_(float("nan"))
+        loaded = load_model(
+            folder,
+            dtype,
+            "cpu",
+            "torch",
+            max_attention_window=max_attention_window,
+            model_backend=model_backend,
+        )
+        self.pool = KVPool(
+            loaded.traits.cache_specs, num_blocks, tokens_per_block, loaded.options.dtype, loaded.options.device
+        )
+        for tensor in self.pool.tensors:
+            tensor.fill_(float("nan"))
         self.engine = ModelEngine(loaded, self.pool, EngineLimits(8, 256, MAX_SEQ_LEN))
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self._blocks: dict[int, list[int]] = {}
