@@ -5,75 +5,53 @@ tokenizer underneath and never changes its settings, since Hugging Face's own ca
 Never loads weights.
 """
 
-import json
 import re
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backend_engine.errors import InvalidRequestError, ModelLoadError
+from backend_engine.errors import InvalidRequestError
+from backend_engine.logger import get_logger
+from backend_engine.text.folder_agreement import check_folder, check_same_ids, has_tokenizer
+from backend_engine.text.literal_encoder import LiteralEncoder
+from backend_engine.text.post_processor import ids_around_texts
 from backend_engine.text.token_table import TokenTable, build_token_table
+from backend_engine.text.tokenizer_folder import open_tokenizer
 
-# One of these must be there; the last ones serve tokenizers that bring their own code.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer_config.json",
-)
-_PLAIN_FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_log = get_logger(__name__)
+
 # Control tokens that some models forget to mark as special, such as <|user|> or DeepSeek's wide-barred ones.
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _ANCHOR = "\n"  # what stands before a word in the middle of a text, and merges with no word
-_MAX_REASON_CHARS = 300
+# Places for images and sounds, which a model for text alone has no embedding of.
+_MEDIA_NAMES = re.compile(r"(image|video|audio|boi|eoi|boa|eoa|vision).*_token")
 
 
 def load_tokenizer(tokenizer_dir: str | Path, trust_remote_code: bool = False) -> "Tokenizer":
-    """Load the tokenizer of a Hugging Face folder; no network is asked.
+    """Load the tokenizer of a Hugging Face folder; no network is asked, and no code of the folder's run unless trusted.
 
     Raises ``ModelLoadError`` (one line: the folder, and the files looked for or what is wrong with them).
     """
     folder = Path(tokenizer_dir)
-    if not folder.is_dir():
-        raise ModelLoadError(f"tokenizer folder {folder} does not exist or is not a folder")
-    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not found:
-        raise ModelLoadError(f"no tokenizer in {folder}: looked for {', '.join(TOKENIZER_FILES)}")
-    try:
-        if _is_plain_fast_tokenizer(folder):
-            from transformers import PreTrainedTokenizerFast  # a second to import: not before a tokenizer is wanted
-
-            loaded: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        else:
-            from transformers import AutoTokenizer  # imports torch too, where it is installed
-
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        # The Rust library raises bare ``Exception``, beside the usual classes for unreadable files.
-        usual = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
-        if not isinstance(error, usual) and type(error) is not Exception:
-            raise
-        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
-        if "trust_remote_code" in str(error):
-            reason = "it brings code of its own, which runs only with trust_remote_code"
-        raise ModelLoadError(f"cannot load the tokenizer in {folder} ({', '.join(found)}): {reason}") from error
-    return Tokenizer(loaded)
+    tokenizer = Tokenizer(open_tokenizer(folder, trust_remote_code))
+    check_folder(folder, tokenizer.rust)
+    if tokenizer.has_end_token:
+        _log.info("%s puts an end token behind texts; prompts go without it, since they are to be continued", folder)
+    return tokenizer
 
 
-def _is_plain_fast_tokenizer(folder: Path) -> bool:
-    """Whether ``AutoTokenizer`` would end at the class that only reads tokenizer.json, so that it need not be asked."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    is_plain = isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_FAST_CLASSES
-    return is_plain and "auto_map" not in config and (folder / "tokenizer.json").is_file()
+def check_same_tokenizer(
+    tokenizer: "Tokenizer", tokenizer_dir: str | Path, model_dir: str | Path, trust_remote_code: bool = False
+) -> None:
+    """Refuse a tokenizer from elsewhere whose ids are not those of the tokenizer that the model's folder brings.
+
+    It may have more or fewer tokens. Nothing is compared when the model's folder is the same or brings none.
+    """
+    folder, model = Path(tokenizer_dir), Path(model_dir)
+    if not has_tokenizer(model) or folder.resolve() == model.resolve():
+        return
+    check_same_ids(tokenizer.vocabulary(), folder, load_tokenizer(model, trust_remote_code).vocabulary(), model)
 
 
 class Tokenizer:
@@ -90,7 +68,7 @@ class Tokenizer:
             self._rust.no_padding()
         self._lock = threading.Lock()  # for what is built once, and for tokenizers in Python
         self._table: TokenTable | None = None
-        self._literal_encoder: _LiteralEncoder | None = None
+        self._literal_encoder: LiteralEncoder | None = None
 
         self.bos_token_id: int | None = hugging_face_tokenizer.bos_token_id
         self.eos_token_id: int | None = hugging_face_tokenizer.eos_token_id
@@ -113,18 +91,48 @@ class Tokenizer:
             if not isinstance(value, list | tuple)
         }
         """``{"bos_token": "<s>", ...}``, the variables of chat templates."""
+        self._prefix_ids, self.has_end_token = self._around_texts()
+
+    @property
+    def rust(self) -> Any:
+        """The ``tokenizers.Tokenizer`` underneath, ``None`` for tokenizers in Python."""
+        return self._rust
+
+    def vocabulary(self) -> dict[str, int]:
+        """Id of each token, added ones included."""
+        if self._rust is not None:
+            return dict(self._rust.get_vocab(with_added_tokens=True))
+        return dict(self._hf.get_vocab())
+
+    def ids_from(self, first_id: int) -> dict[int, str]:
+        """The tokens of all ids from ``first_id`` on, by id."""
+        beyond = {i: token for token, i in self.vocabulary().items() if i >= first_id}
+        return {i: beyond[i] for i in sorted(beyond)}
+
+    @property
+    def media_tokens(self) -> frozenset[str]:
+        """Tokens that stand for images and sounds, as the tokenizer's own settings name them."""
+        names = self.special_token_names.items()
+        return frozenset(token for name, token in names if _MEDIA_NAMES.fullmatch(name))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; control tokens spelled in it are control tokens.
 
-        ``add_special_tokens`` adds what the model wants around a text, but no begin token before a text that
-        starts with one (a rendered chat template). Raises ``InvalidRequestError`` for text that is not Unicode.
+        ``add_special_tokens`` puts in front what the model wants there: a begin token stands once, also before a text
+        that starts with one or several (a rendered chat template), and nothing is put behind, since a prompt is to be
+        continued. Raises ``InvalidRequestError`` for text that is not Unicode.
         """
-        ids = self._encode(text, add_special_tokens)
-        bos = self.bos_token_id
-        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
-            return ids[1:]
-        return ids
+        ids = self._encode(text, False)
+        if not add_special_tokens:
+            return ids
+        prefix, bos, start = self._prefix_ids, self.bos_token_id, 0
+        while prefix and ids[start : start + len(prefix)] == prefix:
+            start += len(prefix)
+        while bos is not None and ids[start : start + 2] == [bos, bos]:
+            start += 1
+        if bos is not None and ids[start : start + 1] == [bos]:
+            prefix = [i for i in prefix if i != bos]
+        return [*prefix, *ids[start:]]
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of ``text`` with nothing added around it."""
@@ -142,7 +150,7 @@ class Tokenizer:
             )
         with self._lock:
             if self._literal_encoder is None:
-                self._literal_encoder = _LiteralEncoder(self._rust, self.control_tokens)
+                self._literal_encoder = LiteralEncoder(self._rust, self.control_tokens)
         try:
             return self._literal_encoder.encode(text, control_spans)
         except TypeError:
@@ -205,6 +213,17 @@ class Tokenizer:
                 self._table = build_token_table(self._rust, self.special_ids)
             return self._table
 
+    def _around_texts(self) -> tuple[list[int], bool]:
+        """What the tokenizer puts in front of a text, a begin token at most once, and whether it puts one behind."""
+        if self._rust is None:
+            place = -1  # no id of any token
+            whole = list(self._hf.build_inputs_with_special_tokens([place]))
+            before, after = whole[: whole.index(place)], whole[whole.index(place) + 1 :]
+        else:
+            before, after = ids_around_texts(self._rust.post_processor)
+        bos = self.bos_token_id
+        return [i for at, i in enumerate(before) if i != bos or i not in before[:at]], bool(after)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._rust is None:
             with self._lock:
@@ -213,50 +232,6 @@ class Tokenizer:
             return list(self._rust.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError:
             raise _not_unicode(text) from None
-
-
-class _LiteralEncoder:
-    """A copy of the tokenizer that knows the control tokens by secret names only.
-
-    The spans that are to be control tokens are renamed before encoding; what is spelled elsewhere then is ordinary
-    text, while everything around added tokens (stripping, prefixes) stays the Rust library's doing.
-    """
-
-    def __init__(self, rust: Any, control_tokens: Mapping[str, int]) -> None:
-        nonce = secrets.token_hex(8)  # nobody can write these names into a message
-        self._aliases = {text: f"\U000f0000{nonce}x{i}\U000f0001" for text, i in control_tokens.items()}
-        self._copy = type(rust).from_str(_rename_added_tokens(rust.to_str(), self._aliases))
-        self._copy.no_truncation()
-        self._copy.no_padding()
-        originals = {alias: text for text, alias in self._aliases.items()}
-        self._real_ids: dict[int, int] = {}
-        for copied, token in self._copy.get_added_tokens_decoder().items():
-            self._real_ids[copied] = rust.token_to_id(originals.get(token.content, token.content))
-        self._spellings = {i: text for text, i in control_tokens.items()}
-
-    def encode(self, text: str, control_spans: Sequence[tuple[int, int]]) -> list[int]:
-        parts: list[str] = []
-        end = 0
-        for start, stop in control_spans:
-            parts += [text[end:start], self._aliases[text[start:stop]]]
-            end = stop
-        ids: list[int] = []
-        for i in self._copy.encode("".join(parts) + text[end:], add_special_tokens=False).ids:
-            if i in self._real_ids:
-                ids.append(self._real_ids[i])
-            elif i in self._spellings:  # a unigram vocabulary may hold the spelling as an ordinary piece
-                for character in self._spellings[i]:
-                    ids += self._copy.encode(character, add_special_tokens=False).ids
-            else:
-                ids.append(i)
-        return ids
-
-
-def _rename_added_tokens(tokenizer_json: str, aliases: Mapping[str, str]) -> str:
-    state = json.loads(tokenizer_json)
-    for token in state["added_tokens"]:
-        token["content"] = aliases.get(token["content"], token["content"])
-    return json.dumps(state, ensure_ascii=False)
 
 
 def _not_unicode(text: str) -> InvalidRequestError:
