@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.config.sampling_params import MAX_SEED, SamplingParams
 from backend_engine.core.protocols import OutputSink
 from backend_engine.core.request import DEFAULT_PRIORITY, StopConditions
-from backend_engine.errors import InvalidRequestError
+from backend_engine.errors import InvalidRequestError, ModelLoadError
 from backend_engine.text.tokenizer import Tokenizer
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -41,7 +42,10 @@ class Submission:
 
 
 class AdmissionLimits(NamedTuple):
-    """What the engine can hold. ``end_ids`` are the model's own; ``max_context_tokens`` is ``None`` with chunking."""
+    """What the engine can hold. ``end_ids`` are the model's own; ``max_context_tokens`` is ``None`` with chunking.
+    ``positions_switch_at``: longer prompts have other positions from their first token on, ``None`` = none have.
+    ``sampling_defaults``: the model's own, for what a request leaves unset; empty unless they were asked for.
+    """
 
     vocab_size: int
     max_seq_len: int
@@ -49,6 +53,8 @@ class AdmissionLimits(NamedTuple):
     kv_tokens_per_block: int
     max_context_tokens: int | None
     end_ids: frozenset[int]
+    positions_switch_at: int | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property
     def kv_num_tokens(self) -> int:
@@ -86,6 +92,39 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: AdmissionLimits) -> li
         )
     tokens: list[int] = ids.tolist()
     return tokens
+
+
+def with_end_of(limits: AdmissionLimits, tokenizer: Tokenizer) -> AdmissionLimits:
+    """``limits`` with the tokenizer's end token for a model whose files name no end id."""
+    if limits.end_ids or tokenizer.eos_token_id is None:
+        return limits
+    return limits._replace(end_ids=frozenset((tokenizer.eos_token_id,)))
+
+
+def check_vocabulary(tokenizer: Tokenizer, folder: str, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model, of ``vocab_size`` embedding rows, knows nothing of.
+
+    Places for images and sounds are let be: a model for text alone has no row for them, and a prompt with one is
+    refused when it comes.
+    """
+    beyond = tokenizer.ids_from(vocab_size)
+    wrong = {i: token for i, token in beyond.items() if token not in tokenizer.media_tokens}
+    if not wrong:
+        return
+    shown = ", ".join(f"{i} ({token!r})" for i, token in list(wrong.items())[:3])
+    raise ModelLoadError(
+        f"the tokenizer in {folder} has {len(wrong)} ids that the model has no embedding for: "
+        f"{shown}{', ...' if len(wrong) > 3 else ''}; config.json says vocab_size {vocab_size}, so that ids must be "
+        "below it"
+    )
+
+
+def cache_salt(salt: str, num_prompt_tokens: int, limits: AdmissionLimits) -> str:
+    """What keeps the request's blocks apart from others': the client's ``salt``, and where long prompts have other
+    positions than short ones, which of the two it is.
+    """
+    is_long = limits.positions_switch_at is not None and num_prompt_tokens > limits.positions_switch_at
+    return f"{salt}\0long" if is_long else salt
 
 
 def resolve_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

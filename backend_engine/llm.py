@@ -29,7 +29,7 @@ from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.detokenizer import create_detokenizer
 from backend_engine.text.stop_strings import StopStringMatcher
 from backend_engine.text.text_stream import TextStream
-from backend_engine.text.tokenizer import load_tokenizer
+from backend_engine.text.tokenizer import check_same_tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 PROGRESS_BAR_FROM = 4
@@ -49,7 +49,12 @@ class LLM:
         self.tokenizer = None
         if not args.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(args.tokenizer or args.model, args.trust_remote_code)
+            if args.tokenizer is not None:
+                check_same_tokenizer(self.tokenizer, args.tokenizer, args.model, args.trust_remote_code)
         self._executor, self.limits, self.config = create_engine(args)
+        if self.tokenizer is not None:
+            admission.check_vocabulary(self.tokenizer, args.tokenizer or args.model, self.limits.vocab_size)
+            self.limits = admission.with_end_of(self.limits, self.tokenizer)
         self._request_ids = itertools.count(1)
         self._executor.start()
 
@@ -137,7 +142,8 @@ class LLM:
     def _request(self, submission: Submission, now: float) -> LlmRequest:
         """The checked and resolved request; ``now``: its arrival, ``time.monotonic`` seconds."""
         ids = admission.check_prompt(submission.prompt_token_ids, self.limits)
-        params = admission.resolve_words(submission.sampling_params, self.tokenizer)
+        params = self.limits.sampling_defaults.fill(submission.sampling_params)
+        params = admission.resolve_words(params, self.tokenizer)
         base_seed = params.seed if submission.seed is None else submission.seed
         deadline_s, queue_timeout_s = submission.deadline_s, submission.queue_timeout_s
         return LlmRequest(
@@ -151,7 +157,7 @@ class LLM:
             seed=admission.sequence_seed(
                 secrets.randbits(64) if base_seed is None else base_seed, submission.sequence_index
             ),
-            cache_salt=submission.cache_salt,
+            cache_salt=admission.cache_salt(submission.cache_salt, len(ids), self.limits),
             priority=submission.priority,
             sequence_index=submission.sequence_index,
             limits=RequestLimits(

@@ -19,6 +19,10 @@ class EngineArgs:
     model: Hugging Face folder. tokenizer: folder, ``None`` = the model's own. dtype: ``auto`` (float32 on a CPU,
     the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``. device: ``auto``, ``cpu``, ``cuda``.
     max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
+    model_backend: ``native`` (our layers), ``transformers`` (its modules over our cache), ``auto`` (native where we
+    have the architecture). trust_remote_code: whether code in the folder may run.
+    generation_config: whether requests that leave temperature, top_k, top_p, min_p, repetition_penalty or max_tokens
+    unset take those of the model's generation_config.json (``model``) or not (``ignore``).
     skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.
     step_timeout_s: a step that takes longer counts as stuck, ``None`` = chosen. iter_stats_max_iterations: steps kept
     for ``get_stats``. debug_*: test hooks (``executor/fault_injection.py``).
@@ -34,6 +38,8 @@ class EngineArgs:
     kv_cache_config: KvCacheConfig | None = None
     scheduler_config: SchedulerConfig | None = None
     attention_backend: str = "auto"
+    model_backend: str = "auto"
+    generation_config: str = "ignore"
     num_threads: int = 0
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False

@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class KvCacheConfig:
-    """The KV cache. ``max_tokens`` ``None`` = from free memory.
+    """The KV cache.
 
-    tokens_per_block: tokens a block holds. max_tokens: size of the pool in tokens. free_gpu_memory_fraction:
+    tokens_per_block: tokens a block holds, ``None`` = chosen. max_tokens: size of the pool in tokens, ``None`` = from
+    free memory. free_gpu_memory_fraction:
     share of the memory left after the weights (GPU; on a CPU at most a quarter of the process's memory is taken).
     enable_block_reuse: keep finished blocks and reuse them for prompts with the same beginning. layout: ``paged``, or
     ``contiguous`` (one run of ``max_seq_len`` tokens a request, no reuse). max_attention_window: most recent tokens a
     layer sees, one value a layer, repeated over the layers; ``None`` = the model's own windows.
     """
 
-    tokens_per_block: int = 32
+    tokens_per_block: int | None = None
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = True
@@ -48,6 +49,7 @@ class EngineConfig:
     """Everything ``create_py_executor`` needs, with every "auto" already decided.
 
     model_dir: Hugging Face folder. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
+    model_backend: ``native`` or ``transformers``. trust_remote_code: whether code in the model's folder may run.
     max_seq_len: most tokens of a request, prompt and output together. num_threads: torch's CPU threads, 0 = torch's
     own choice. step_timeout_s: seconds after which a step that has not returned counts as stuck, ``None`` = chosen from
     the model's size. iter_stats_max_iterations: steps whose statistics are kept. debug_*: test hooks, see
@@ -61,9 +63,17 @@ class EngineConfig:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention_backend: str = "torch"
+    model_backend: str = "native"
+    trust_remote_code: bool = False
     num_threads: int = 0
     step_timeout_s: float | None = None
     iter_stats_max_iterations: int = 1000
     debug_step_delay_ms: float = 0.0
     debug_fail_on_tokens: tuple[tuple[int, ...], ...] = ()
     debug_hang_on_tokens: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens a block of the KV cache holds."""
+        assert self.kv_cache.tokens_per_block is not None, "a configuration that resolve() has not made"
+        return self.kv_cache.tokens_per_block

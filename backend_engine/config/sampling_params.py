@@ -24,13 +24,17 @@ class SamplingParams:
     when none of these is given, when ``temperature`` is 0, or when ``top_k`` is 1. ``top_k`` 0 or ``None`` = no
     top-k; ``top_p`` <= 0 or ``None`` = no top-p; ``temperature`` ``None`` = 1.
 
+    A field that is ``None`` is unset: it takes the model's value where the engine was told to use those
+    (``generation_config``), and else means what is said here.
+
     max_tokens: most new tokens, at least 1.
     min_tokens: end ids and stop words do nothing before this many new tokens.
     top_p_decay: top_p is multiplied by it with each new token (0..1], 1 or ``None`` = it stays. top_p_min: it does not
     fall below this. top_p_reset_ids: the token that sets it back to ``top_p`` (factual-nucleus sampling, Lee et al.,
     2022).
-    min_p: drop tokens less likely than ``min_p`` times the likeliest (0..1).
-    repetition_penalty: > 0; divides (positive) or multiplies (negative) logits of tokens seen in prompt or output.
+    min_p: drop tokens less likely than ``min_p`` times the likeliest (0..1), ``None`` = 0.
+    repetition_penalty: > 0; divides (positive) or multiplies (negative) logits of tokens seen in prompt or output;
+    ``None`` = 1.
     presence_penalty, frequency_penalty: subtracted once per seen output token, and per occurrence.
     seed: ``None`` = a fresh one; equal seeds give equal text whatever else runs.
     end_id: ``None`` = the model's own end ids, -1 = never end on a token, else this id alone.
@@ -53,8 +57,8 @@ class SamplingParams:
     top_p_min: float | None = None
     top_p_decay: float | None = None
     top_p_reset_ids: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None

@@ -23,7 +23,11 @@ _MAX_PENALTY = 1e30
 
 def has_penalties(params: SamplingParams) -> bool:
     """Whether any of the three penalties does something."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return _has_repetition(params) or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _has_repetition(params: SamplingParams) -> bool:
+    return (params.repetition_penalty or 1.0) != 1
 
 
 class TokenCounts:
@@ -37,7 +41,7 @@ class TokenCounts:
         self._request = request
         self._vocab_size = vocab_size
         self._num_taken = 0
-        prompt = request.prompt_token_ids if request.sampling_params.repetition_penalty != 1 else ()
+        prompt = request.prompt_token_ids if _has_repetition(request.sampling_params) else ()
         known = [token_id for token_id in dict.fromkeys(prompt) if 0 <= token_id < vocab_size]
         self._places = {token_id: place for place, token_id in enumerate(known)}
         self._size = len(known)
@@ -166,5 +170,5 @@ def _penalties_of(params: SamplingParams) -> tuple[float, float, float]:
     def bounded(value: float) -> float:
         return min(max(value, -_MAX_PENALTY), _MAX_PENALTY)
 
-    repetition = min(max(params.repetition_penalty, 1 / _MAX_PENALTY), _MAX_PENALTY)
+    repetition = min(max(params.repetition_penalty or 1.0, 1 / _MAX_PENALTY), _MAX_PENALTY)
     return repetition, bounded(params.presence_penalty), bounded(params.frequency_penalty)

@@ -39,7 +39,7 @@ class RequestSampling:
         self.top_k = min(params.top_k or vocab_size, vocab_size)
         self.top_p = params.top_p if params.top_p is not None and 0 < params.top_p < 1 else np.inf
         self.decay = TopPDecay(request) if has_decay(params) else None
-        self.min_p = params.min_p
+        self.min_p = params.min_p or 0.0
         self.num_top_logprobs = None if params.logprobs is None else min(params.logprobs, vocab_size)
         self.constraints = Constraints(request, vocab_size)
         self.token_counts = TokenCounts(request, vocab_size) if has_penalties(params) else None

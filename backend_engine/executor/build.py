@@ -5,18 +5,17 @@ Called by ``LLM``. Decides nothing that ``config/resolve.py`` can decide; logs w
 
 import os
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from backend_engine import envs
 from backend_engine.admission import AdmissionLimits
-from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
+from backend_engine.checkpoint.hf_folder import read_generation_config, read_sampling_defaults
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig
 from backend_engine.config.resolve import DeviceInfo, resolve
-from backend_engine.core.kv_spec import KvSpec
+from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.decoder.decoder import Decoder
 from backend_engine.executor.fault_injection import create_faults
 from backend_engine.executor.iteration_stats import RuntimeMemory
@@ -31,11 +30,11 @@ from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.kv_cache.populate import populate_in_background
 from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
+from backend_engine.model_engine.model_backend import LoadedModel
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
-from backend_engine.model_engine.model_loader import LoadedModel, load_model
+from backend_engine.model_engine.model_loader import describe_model, load_model
 from backend_engine.model_engine.weight_memory import weight_bytes
-from backend_engine.models.causal_lm import attention_specs
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 
 _logger = get_logger(__name__)
@@ -54,7 +53,7 @@ class Engine(NamedTuple):
 def create_engine(args: EngineArgs) -> Engine:
     """Load the model and put everything together. ``ModelLoadError`` or ``ConfigError`` in one line."""
     started = time.monotonic()
-    resolved = resolve(args, read_hf_config(args.model), device_info())
+    resolved = resolve(args, describe_model(args.model, args.model_backend, args.trust_remote_code), device_info())
     config = resolved.config
     for reason in resolved.reasons:
         _logger.info("chosen: %s", reason)
@@ -67,20 +66,34 @@ def create_engine(args: EngineArgs) -> Engine:
         config.attention_backend,
         _ProgressLog(args.model),
         config.kv_cache.max_attention_window,
+        config.model_backend,
+        config.trust_remote_code,
     )
+    for warning in loaded.warnings:
+        _logger.warning("%s", warning)
     num_blocks = _num_blocks(config, loaded)
     executor = _create_executor(config, loaded, num_blocks)
     scheduler = config.scheduler
     limits = AdmissionLimits(
-        vocab_size=loaded.vocab_size,
+        vocab_size=loaded.traits.vocab_size,
         max_seq_len=config.max_seq_len,
         kv_num_blocks=num_blocks,
-        kv_tokens_per_block=config.kv_cache.tokens_per_block,
+        kv_tokens_per_block=config.tokens_per_block,
         max_context_tokens=None if scheduler.enable_chunked_context else scheduler.max_num_tokens,
+        positions_switch_at=loaded.traits.positions_switch_at,
         end_ids=frozenset(read_generation_config(config.model_dir).end_ids),
+        sampling_defaults=_sampling_defaults(args),
     )
     _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, config)
     return Engine(executor, limits, config)
+
+
+def _sampling_defaults(args: EngineArgs) -> SamplingDefaults:
+    if args.generation_config == "ignore":
+        return SamplingDefaults()
+    defaults = read_sampling_defaults(args.model)
+    _logger.info("requests that leave these unset take the model's: %s", defaults)
+    return defaults
 
 
 def device_info() -> DeviceInfo:
@@ -90,9 +103,9 @@ def device_info() -> DeviceInfo:
 
 def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> PyExecutor:
     scheduler, kv_cache = config.scheduler, config.kv_cache
-    max_blocks_per_request = -(-config.max_seq_len // kv_cache.tokens_per_block)
+    max_blocks_per_request = -(-config.max_seq_len // config.tokens_per_block)
     options = loaded.options
-    pool = KVPool(loaded.kv_specs, num_blocks, kv_cache.tokens_per_block, options.dtype, options.device)
+    pool = KVPool(loaded.traits.cache_specs, num_blocks, config.tokens_per_block, options.dtype, options.device)
     if config.device == "cpu":
         populate_in_background(pool, pool.memory_regions())
     limits = EngineLimits(scheduler.max_batch_size, scheduler.max_num_tokens, config.max_seq_len)
@@ -101,13 +114,13 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
         scheduler=RequestScheduler(scheduler),
         kv_cache=KVCacheManager(
             num_blocks,
-            kv_cache.tokens_per_block,
+            config.tokens_per_block,
             max_blocks_per_request,
             scheduler.max_batch_size,
             kv_cache.enable_block_reuse,
         ),
         model_engine=ModelEngine(loaded, pool, limits),
-        decoder=Decoder(loaded.vocab_size, options.device),
+        decoder=Decoder(loaded.traits.vocab_size, options.device),
         faults=create_faults(config.debug_step_delay_ms, config.debug_fail_on_tokens, config.debug_hang_on_tokens),
         dump=StepDump(dump_path) if dump_path else NoDump(),
     )
@@ -135,9 +148,9 @@ def _step_timeout_s(config: EngineConfig, loaded: LoadedModel, num_blocks: int) 
     if config.step_timeout_s is not None:
         return config.step_timeout_s
     max_num_tokens = config.scheduler.max_num_tokens
-    context = min(config.max_seq_len, num_blocks * config.kv_cache.tokens_per_block)
+    context = min(config.max_seq_len, num_blocks * config.tokens_per_block)
     flop = 2.0 * _num_weights(loaded)
-    flop += sum(4.0 * spec.num_heads * spec.head_dim * context for spec in attention_specs(loaded.spec))
+    flop += sum(4.0 * spec.num_heads * spec.head_dim * context for spec in loaded.traits.attention_specs)
     chosen = automatic_step_timeout_s(flop, max_num_tokens, config.device) + config.debug_step_delay_ms / 1000
     _logger.info(
         "chosen: step_timeout_s %.1f: %d tokens of %.2f GFLOP each at most, with a wide margin",
@@ -159,8 +172,8 @@ def _num_weights(loaded: LoadedModel) -> int:
 def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     """Size of the KV pool in blocks, from the memory there is."""
     kv_cache = config.kv_cache
-    specs: Sequence[KvSpec] = loaded.kv_specs
-    block_bytes = sizing.bytes_per_block(specs, loaded.options.dtype.itemsize, kv_cache.tokens_per_block)
+    specs = loaded.traits.cache_specs
+    block_bytes = sizing.bytes_per_block(specs, loaded.options.dtype.itemsize, config.tokens_per_block)
     max_batch_size = config.scheduler.max_batch_size
     if config.device == "cpu":
         memory = sizing.process_memory_bytes()
@@ -168,13 +181,13 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     else:
         free_bytes, _ = torch.cuda.mem_get_info(loaded.options.device)
         budget = int(free_bytes * kv_cache.free_gpu_memory_fraction)
-        needed = sizing.num_blocks_needed(max_batch_size, config.max_seq_len, kv_cache.tokens_per_block)
+        needed = sizing.num_blocks_needed(max_batch_size, config.max_seq_len, config.tokens_per_block)
         num_blocks = sizing.num_blocks(kv_cache, block_bytes, budget, needed)
     _logger.info(
         "KV cache: %d %s of %d tokens, %.1f MB in %d layers",
         num_blocks,
         "contiguous runs" if kv_cache.layout == "contiguous" else "blocks",
-        kv_cache.tokens_per_block,
+        config.tokens_per_block,
         num_blocks * block_bytes / 1e6,
         len(specs),
     )

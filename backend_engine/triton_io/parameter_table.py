@@ -170,7 +170,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         "kv_cache_layout", ("paged", "contiguous"), "paged",
         "Blocks of tokens_per_block tokens, or one run of max_seq_len tokens a request (without reuse).",
     ),
-    _engine("tokens_per_block", "int", "32", "Tokens a block of the KV cache holds.", low=1),
+    _engine("tokens_per_block", "int", "chosen", "Tokens a block of the KV cache holds.", low=1),
     _engine("max_tokens_in_paged_kv_cache", "int", "from memory", "Size of the KV cache in tokens.", low=1),
     _engine(
         "kv_cache_free_gpu_mem_fraction", "float", "0.9", "Share of free GPU memory for the KV cache.", low=0, high=1
@@ -184,6 +184,16 @@ PARAMETERS: tuple[Parameter, ...] = (
     _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and KV cache."),
     _engine("device", ("auto", "cpu", "cuda"), "auto", "Where the model runs."),
     _engine("attention_backend", "text", "auto", "Which attention implementation."),
+    _engine(
+        "model_backend", ("auto", "native", "transformers"), "auto",
+        "Whose modules the model is made of: the engine's own (native), transformers', or native where it has the "
+        "architecture.",
+    ),
+    _engine(
+        "generation_config", ("ignore", "model"), "ignore",
+        "model: requests that leave temperature, top_k, top_p, min_p or repetition_penalty unset take the values of "
+        "the model's generation_config.json, whose end ids count in any case.",
+    ),
     _engine("num_threads", "int", "0", "CPU threads of the engine; 0 = one a usable core.", low=0),
     # Limits and periods.
     _engine("default_deadline_ms", "int", "600000", "Longest time of a request that names none; 0 = no limit.", low=0),

@@ -94,7 +94,7 @@ def read_engine(model_config: Mapping[str, Any]) -> EngineParameters:
 def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
     kv_defaults, scheduler_defaults = KvCacheConfig(), SchedulerConfig()
     kv_cache = KvCacheConfig(
-        tokens_per_block=reader.get("tokens_per_block", kv_defaults.tokens_per_block),
+        tokens_per_block=reader.get("tokens_per_block"),
         max_tokens=reader.get("max_tokens_in_paged_kv_cache"),
         free_gpu_memory_fraction=reader.get("kv_cache_free_gpu_mem_fraction", kv_defaults.free_gpu_memory_fraction),
         enable_block_reuse=reader.get("enable_kv_cache_reuse", kv_defaults.enable_block_reuse),
@@ -121,6 +121,8 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         "dtype": reader.get("dtype", "auto"),
         "device": reader.get("device", "auto"),
         "attention_backend": reader.get("attention_backend", "auto"),
+        "model_backend": reader.get("model_backend", "auto"),
+        "generation_config": reader.get("generation_config", "ignore"),
         "num_threads": reader.get("num_threads", 0),
         "trust_remote_code": reader.get("trust_remote_code", False),
         "step_timeout_s": step_timeout_ms / 1000 if step_timeout_ms else None,

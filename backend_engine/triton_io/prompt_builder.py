@@ -49,7 +49,8 @@ class ModelFacts(NamedTuple):
     @classmethod
     def of(cls, tokenizer: TextEncoder, hf_config: Mapping[str, Any], end_ids: Sequence[int]) -> "ModelFacts":
         """From config.json (empty = there is none) and the stated end ids; the tokenizer says what they do not."""
-        stated = hf_config.get("vocab_size")
+        text_config = hf_config.get("text_config")  # of a model that also sees or hears
+        stated = hf_config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
         ends = tuple(end_ids)
         if not ends and tokenizer.eos_token_id is not None:
             ends = (tokenizer.eos_token_id,)
@@ -136,6 +137,12 @@ class PromptBuilder:
         if not ids:
             name = chat_name if chat else text_name
             raise InvalidRequestError(f"the prompt is empty: {name} must give at least one token")
+        if max(ids) >= self._facts.vocab_size:
+            name = chat_name if chat else text_name
+            raise InvalidRequestError(
+                f"{name} spells token {max(ids)}, which the model has no embedding for; its vocabulary has "
+                f"{self._facts.vocab_size}"
+            )
         return ids
 
     def _ids(self, inputs: Mapping[str, Array], name: str, num_rows: int, shown: str) -> Array | None:

@@ -82,7 +82,7 @@ def reference_logits(raw: Sequence[float], request: LlmRequest) -> list[float]:
     seen = set(text)
     for token_id in range(len(logits)):
         if token_id in seen:
-            factor = params.repetition_penalty
+            factor = params.repetition_penalty or 1.0
             logits[token_id] = logits[token_id] / factor if logits[token_id] > 0 else logits[token_id] * factor
         if counts[token_id]:
             logits[token_id] -= params.presence_penalty + params.frequency_penalty * counts[token_id]
@@ -102,7 +102,7 @@ def reference_kept(logits: Sequence[float], params: SamplingParams) -> dict[int,
     mass = 0.0
     for token_id, weight in weights.items():
         is_in_nucleus = params.top_p is None or params.top_p <= 0 or mass < params.top_p * total * (1 - 1e-6)
-        if weight > 0 and (not kept or (is_in_nucleus and weight >= params.min_p * (1 - 1e-6))):
+        if weight > 0 and (not kept or (is_in_nucleus and weight >= (params.min_p or 0.0) * (1 - 1e-6))):
             kept[token_id] = weight
         mass += weight
     kept_total = sum(kept.values())

@@ -7,11 +7,12 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend_engine.admission import check_vocabulary
 from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
 from backend_engine.errors import EngineError
 from backend_engine.logger import get_logger
 from backend_engine.text.chat_template import ChatTemplate
-from backend_engine.text.tokenizer import load_tokenizer
+from backend_engine.text.tokenizer import check_same_tokenizer, load_tokenizer
 from backend_engine.triton_io import parameters, tensor_table
 from backend_engine.triton_io.config_completion import complete
 from backend_engine.triton_io.parameter_guard import ParameterGuard
@@ -35,8 +36,10 @@ class TritonPythonModel:
             tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
             facts = ModelFacts.of(tokenizer, {}, ())
             model_dir = settings.model_dir or settings.tokenizer_dir
+            check_same_tokenizer(tokenizer, settings.tokenizer_dir, model_dir, settings.trust_remote_code)
             if settings.model_dir or (Path(model_dir) / "config.json").exists():
                 facts = ModelFacts.of(tokenizer, read_hf_config(model_dir), read_generation_config(model_dir).end_ids)
+            check_vocabulary(tokenizer, settings.tokenizer_dir, facts.vocab_size)
             self._builder = PromptBuilder(tokenizer, ChatTemplate(tokenizer), facts, settings)
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
