@@ -32,6 +32,7 @@ GATED: dict[str, Activation] = {
     "gelu": lambda ops, x: ops.gelu_and_mul(x, "none"),
     "gelu_pytorch_tanh": lambda ops, x: ops.gelu_and_mul(x, "tanh"),
     "gelu_new": lambda ops, x: ops.gelu_and_mul(x, "tanh"),
+    "relu": lambda ops, x: ops.relu_and_mul(x),
 }
 PLAIN: dict[str, Activation] = {
     "gelu": lambda ops, x: ops.gelu(x, "none"),

@@ -37,6 +37,11 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate=approximate).mul_(up)
 
+    def relu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """``[num_tokens, 2 * size]`` holding gate and up side by side -> ``relu(gate) * up``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.relu(gate).mul_(up)
+
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """``[num_tokens, 2 * size]`` holding gate and up side by side -> ``(up + 1) * gate * sigmoid(alpha * gate)``.
 

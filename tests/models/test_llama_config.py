@@ -67,7 +67,7 @@ def test_absent_values_take_the_defaults_of_the_format() -> None:
     [
         (
             {"hidden_act": "tanh"},
-            "config.json: hidden_act is 'tanh'; expected one of gelu, gelu_new, gelu_pytorch_tanh, silu, swish",
+            "config.json: hidden_act is 'tanh'; expected one of gelu, gelu_new, gelu_pytorch_tanh, relu, silu, swish",
         ),
         ({"pretraining_tp": 2}, "config.json: pretraining_tp is 2; expected 1"),
         (

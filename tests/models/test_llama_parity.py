@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 32},
     "attention_bias": {"attention_bias": True},
     "mlp_bias": {"mlp_bias": True},
+    "relu": {"hidden_act": "relu"},
     "tied": {"tie_word_embeddings": True},
     "norm_eps": {"rms_norm_eps": 0.5},
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},

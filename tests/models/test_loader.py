@@ -137,7 +137,7 @@ Q0, UP1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.
         ),
         (config(lambda c: c.pop("architectures")), r"^config\.json: architectures is None; expected a list of one"),
         (config(lambda c: c.update(architectures=[])), r"^config\.json: architectures is \[\]; expected a list of one"),
-        (config(lambda c: c.update(hidden_act="relu")), r"^config\.json: hidden_act is 'relu'; expected one of "),
+        (config(lambda c: c.update(hidden_act="tanh")), r"^config\.json: hidden_act is 'tanh'; expected one of "),
         (
             only_pickle,
             r"has no weights: expected model\.safetensors or model\.safetensors\.index\.json; pytorch_model\.bin is of",
