@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Device check: the CUDA rooms say what the CPU reference says. Needs a CUDA device; CI has none.
 
-Runs one tiny random model on both devices in float32, with greedy, sampled and penalized requests in one batch,
-chunked prompts and a cache that is too small, and compares token by token. Prints a table; exit code 1 on a difference.
+Runs tiny random models, one for each kind of layer, on both devices in float32, with greedy, sampled and penalized
+requests in one batch, chunked prompts and a cache that is too small, and compares token by token. Prints a table; exit
+code 1 on a difference.
 """
 
 import random
@@ -11,6 +12,9 @@ import tempfile
 from pathlib import Path
 
 import bench_common as common
+
+# Rows of tests/support/tiny_models.py: attention of all kinds, latent attention, experts, recurrent states.
+MODELS = ("llama", "gemma2", "phi3_long", "gpt2", "deepseek_v3", "gpt_oss", "qwen2_moe", "granite_hybrid", "mamba2")
 
 
 def answers(model: Path, device: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -34,20 +38,23 @@ def answers(model: Path, device: str, prompts: list[list[int]]) -> list[list[int
 def main() -> int:
     import torch
 
-    from tests.support.table_model import build_random_model
+    from tests.support.tiny_models import build_tiny_model
 
     if not torch.cuda.is_available():
         print("error: torch sees no CUDA device; this check needs one", file=sys.stderr)
         return 2
     rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(rng.choice([3, 17, 80]))] for _ in range(24)]
-    with tempfile.TemporaryDirectory() as folder:
-        model = build_random_model(Path(folder) / "model")
-        on_cpu, on_cuda = (answers(model, device, prompts) for device in ("cpu", "cuda"))
-    equal = [a == b for a, b in zip(on_cpu, on_cuda, strict=True)]
-    common.print_table(["request", "equal"], [[str(i), str(same)] for i, same in enumerate(equal)])
-    common.print_json({"device": torch.cuda.get_device_name(), "requests": len(equal), "equal": sum(equal)})
-    return 0 if all(equal) else 1
+    prompts = [[rng.randrange(3, 96) for _ in range(rng.choice([3, 17, 80]))] for _ in range(24)]
+    rows = []
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            build_tiny_model(name, Path(folder))
+            on_cpu, on_cuda = (answers(Path(folder), device, prompts) for device in ("cpu", "cuda"))
+        rows.append((name, len(prompts), sum(a == b for a, b in zip(on_cpu, on_cuda, strict=True))))
+    common.print_table(["model", "requests", "equal"], [[str(value) for value in row] for row in rows])
+    total, equal = (sum(row[i] for row in rows) for i in (1, 2))
+    common.print_json({"device": torch.cuda.get_device_name(), "requests": total, "equal": equal})
+    return 0 if equal == total else 1
 
 
 if __name__ == "__main__":

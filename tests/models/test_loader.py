@@ -19,7 +19,9 @@ from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import load_model
 from backend_engine.models.weight_rules import Fuse, Ignore, LoadTarget, Rename, Split, Tie, Transpose, plan
+from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import build_tiny_llama
+from tests.support.tiny_models import build_tiny_model, reference_logits
 
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Path], None]
@@ -305,3 +307,18 @@ def test_every_kind_of_rule_fills_its_parameters(tmp_path: Path) -> None:
     assert torch.equal(found["table"], stored["table"])
     with pytest.raises(AssertionError, match=r"no weight rule fills parameter stray"):
         plan(rules, {"stray": LoadTarget(torch.empty(1), (1,))}, stored)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_half_of_a_checkpoint_with_vision_is_found_under_either_name(prefix: str, tmp_path: Path) -> None:
+    model = build_tiny_model("gemma3_vision", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    found = next(name for name in stored if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    renamed = {name.replace(found, prefix) if name.startswith(found) else name: value for name, value in stored.items()}
+    save_file(renamed, path, {"format": "pt"})
+    driver = EngineDriver(tmp_path)
+    ids = list(range(3, 40))
+    output = driver.generate(driver.add(0, ids), 4)
+    expected = reference_logits(model, ids, output)
+    torch.testing.assert_close(torch.stack(driver.logits[0]), expected, atol=1e-4, rtol=1e-4)
