@@ -14,7 +14,8 @@ from torch import Tensor
 from backend_engine.checkpoint.hf_folder import INDEX_FILE, weight_files
 from backend_engine.checkpoint.safetensors_reader import SafetensorsReader
 from backend_engine.errors import ModelLoadError
-from backend_engine.models.weight_rules import Copy, LoadTarget, Plan, Rule, Source, plan
+from backend_engine.models.weight_plan import Plan, plan
+from backend_engine.models.weight_rules import Copy, LoadTarget, Rule, Source
 
 # Tensors done, tensors in all, name of the one just done.
 Progress = Callable[[int, int, str], None]

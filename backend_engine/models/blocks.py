@@ -4,6 +4,8 @@ Built and run by ``CausalLM``. A block takes the residual stream and the not yet
 before it, so that the sum and the norm after it can be one operation.
 """
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 from backend_engine.layers.attention_layer import AttentionDecl, AttentionLayer
@@ -16,7 +18,7 @@ from backend_engine.layers.parts import LayerStep, ModelParts
 from backend_engine.models.arch_spec import ArchSpec, MlpDecl
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """What all orders share: the two sublayers of layer ``layer_idx``. ``mlp`` is ``None`` in a layer without one."""
 
     def __init__(self, spec: ArchSpec, layer_idx: int, parts: ModelParts) -> None:
@@ -26,12 +28,12 @@ class Block(nn.Module):
         self.mlp = None if decl.mlp is None else _mlp(decl.mlp, spec.hidden_size, parts)
         self._residual_scale = spec.residual_scale
 
+    @abstractmethod
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         """``x``: the previous sublayer's output, ``residual``: the stream before it (``None`` in the first layer).
 
         Returns the same of this block.
         """
-        raise AssertionError(f"{type(self).__name__} has no order of operations")
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._residual_scale == 1.0 else x * self._residual_scale

@@ -2,14 +2,15 @@
 
 ``{i}``-like placeholders stand for one name segment and are the same on both sides of a rule. Several rules may be
 about one parameter: the first whose tensors the checkpoint has is taken, so that spellings live side by side.
-``plan`` turns rules and parameters into copies for ``checkpoint/loader.py``; nothing here reads a file.
+``weight_plan.py`` applies them; nothing here reads a file.
 """
 
 import bisect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,21 +47,39 @@ class Copy(NamedTuple):
     pick: Callable[..., Tensor]
 
 
-class Rule(Protocol):
-    """A statement about parameters, checkpoint tensors, or both."""
+class FillRule(ABC):
+    """Says which checkpoint tensors fill some parameters."""
 
     @property
+    @abstractmethod
     def templates(self) -> tuple[str, ...]:
         """The parameters it fills."""
-        ...
 
+    @abstractmethod
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         """How it fills ``parameter``, which matched one of ``templates`` with these placeholders."""
-        ...
+
+
+class IgnoreRule(ABC):
+    """Says which checkpoint tensors are not needed."""
+
+    @abstractmethod
+    def ignored(self, stored: Collection[str]) -> list[re.Pattern[str]]:
+        """Patterns of tensors that may exist, given all that the checkpoint holds."""
+
+
+Rule = FillRule | IgnoreRule
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    """Regular expression for a template; a placeholder matches one segment."""
+    pieces = re.split(r"\{(\w+)\}", template)
+    text = "".join(re.escape(piece) if i % 2 == 0 else f"(?P<{piece}>[^.]+)" for i, piece in enumerate(pieces))
+    return re.compile(text)
 
 
 @dataclass(frozen=True)
-class Rename:
+class Rename(FillRule):
     """``parameter`` is the checkpoint's ``source``."""
 
     source: str
@@ -76,7 +95,7 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(FillRule):
     """``parameter`` is the checkpoint's two-dimensional ``source`` with rows and columns swapped."""
 
     source: str
@@ -92,7 +111,7 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Fuse:
+class Fuse(FillRule):
     """``parameter`` is the ``sources`` one below the other."""
 
     sources: tuple[str, ...]
@@ -114,7 +133,7 @@ class Fuse:
 
 
 @dataclass(frozen=True)
-class FuseInterleaved:
+class FuseInterleaved(FillRule):
     """``source`` holds the parts of the fused ``parameter`` head by head: each head's rows of the first part, then its
     rows of the second, and so on. All parts have the same number of heads.
     """
@@ -139,7 +158,7 @@ class FuseInterleaved:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(FillRule):
     """The ``parameters``, one below the other, are the checkpoint's ``source``."""
 
     source: str
@@ -158,7 +177,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Unstack:
+class Unstack(FillRule):
     """``parameter``, one per expert ``{e}``, is entry ``e`` of the checkpoint's stacked ``source``.
 
     is_transposed: each entry has rows and columns swapped. is_interleaved: the rows of the fused parts alternate.
@@ -187,7 +206,7 @@ class Unstack:
 
 
 @dataclass(frozen=True)
-class UnstackMxfp4:
+class UnstackMxfp4(FillRule):
     """``Unstack`` of weights in MXFP4: ``blocks`` and ``scales`` as ``dequantize_mxfp4`` takes them, stacked."""
 
     blocks: str
@@ -217,7 +236,7 @@ class UnstackMxfp4:
 
 
 @dataclass(frozen=True)
-class Tie:
+class Tie(FillRule):
     """``parameter``, where the model has it, is the checkpoint's ``source``. Where it shares the tensor of
     ``shared_with``, the checkpoint may leave ``source`` out; if present it must hold the same values.
     """
@@ -235,35 +254,27 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Ignore:
+class Ignore(IgnoreRule):
     """Checkpoint tensors that carry nothing the model needs."""
 
     source: str
 
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        raise AssertionError(f"{self} fills no parameter")
+    def ignored(self, stored: Collection[str]) -> list[re.Pattern[str]]:
+        return [pattern(self.source)]
 
 
 @dataclass(frozen=True)
-class IgnoreUnder:
+class IgnoreUnder(IgnoreRule):
     """Checkpoint tensors whose names begin with ``prefix``: of a part of the checkpoint that is not this model."""
 
     prefix: str
 
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        raise AssertionError(f"{self} fills no parameter")
+    def ignored(self, stored: Collection[str]) -> list[re.Pattern[str]]:
+        return [re.compile(re.escape(self.prefix) + ".*")]
 
 
 @dataclass(frozen=True)
-class IgnoreBeside:
+class IgnoreBeside(IgnoreRule):
     """Checkpoint tensors whose names begin with ``prefix``, where the checkpoint also holds ``marker``: a layer that is
     no part of the model.
     """
@@ -271,59 +282,10 @@ class IgnoreBeside:
     prefix: str
     marker: str
 
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return ()
-
-    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        raise AssertionError(f"{self} fills no parameter")
-
     def ignored(self, stored: Collection[str]) -> list[re.Pattern[str]]:
-        """Patterns of the tensors."""
-        marked = (_pattern(self.marker).fullmatch(name) for name in stored)
+        marked = (pattern(self.marker).fullmatch(name) for name in stored)
         prefixes = (self.prefix.format(**match.groupdict()) for match in marked if match)
         return [re.compile(re.escape(prefix) + ".*") for prefix in prefixes]
-
-
-class Plan(NamedTuple):
-    """``copies`` by the first of their checkpoint tensors. ``duplicates``: tensors that may exist and must then equal
-    the named parameter. ``ignored``: patterns of tensors that may exist.
-    """
-
-    copies: dict[str, list[Copy]]
-    duplicates: dict[str, str]
-    ignored: tuple[re.Pattern[str], ...]
-
-
-def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget], stored: Collection[str]) -> Plan:
-    """Find the sources of every target among the ``stored`` names.
-
-    Where no rule finds all of its tensors, the first that is about the target is taken, for the loader to tell what is
-    missing. A target without a rule is a mistake of the family, hence an assertion.
-    """
-    ignored = [_pattern(rule.source) for rule in rules if isinstance(rule, Ignore)]
-    ignored += [re.compile(re.escape(rule.prefix) + ".*") for rule in rules if isinstance(rule, IgnoreUnder)]
-    ignored += [pattern for rule in rules if isinstance(rule, IgnoreBeside) for pattern in rule.ignored(stored)]
-    result = Plan({}, {}, tuple(ignored))
-    patterns = [(_pattern(template), rule) for rule in rules for template in rule.templates]
-    for parameter in targets:
-        matches = ((rule, pattern.fullmatch(parameter)) for pattern, rule in patterns)
-        candidates = [rule.copies(parameter, match.groupdict(), targets) for rule, match in matches if match]
-        assert candidates, f"no weight rule fills parameter {parameter}"
-        complete = (found for found in candidates if all(source.name in stored for c in found for source in c.sources))
-        for copy in next(complete, candidates[0]):
-            result.copies.setdefault(copy.sources[0].name, []).append(copy)
-    for rule in rules:
-        if isinstance(rule, Tie) and rule.parameter not in targets:
-            result.duplicates[rule.source] = rule.shared_with
-    return result
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    """Regular expression for a template; a placeholder matches one segment."""
-    pieces = re.split(r"\{(\w+)\}", template)
-    text = "".join(re.escape(piece) if i % 2 == 0 else f"(?P<{piece}>[^.]+)" for i, piece in enumerate(pieces))
-    return re.compile(text)
 
 
 def _num_experts(template: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> int:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantization": NOUNS | {"ops"},
     "layers": NOUNS | {"ops", "attention", "quantization"},
     "models": NOUNS | {"ops", "attention", "quantization", "layers"},
-    "checkpoint": NOUNS | {"models.weight_rules"},
+    "checkpoint": NOUNS | {"models.weight_rules", "models.weight_plan"},
     "decoder": NOUNS | {"ops"},
     "model_engine": NOUNS | DEVICE | {"checkpoint", "kv_cache.kv_pool"},
     "executor": NOUNS,

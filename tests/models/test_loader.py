@@ -18,7 +18,8 @@ from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import load_model
-from backend_engine.models.weight_rules import Fuse, Ignore, LoadTarget, Rename, Split, Tie, Transpose, plan
+from backend_engine.models.weight_plan import plan
+from backend_engine.models.weight_rules import Fuse, Ignore, LoadTarget, Rename, Split, Tie, Transpose
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import build_tiny_llama
 from tests.support.tiny_models import build_tiny_model, reference_logits
@@ -322,3 +323,15 @@ def test_the_text_half_of_a_checkpoint_with_vision_is_found_under_either_name(pr
     output = driver.generate(driver.add(0, ids), 4)
     expected = reference_logits(model, ids, output)
     torch.testing.assert_close(torch.stack(driver.logits[0]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_a_missing_tensor_is_named_in_the_spelling_of_the_checkpoint(prefix: str, tmp_path: Path) -> None:
+    build_tiny_model("gpt2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = {prefix + name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    save_file(stored, path, {"format": "pt"})
+    assert load_model(tmp_path, "float32", "cpu").warnings == ()
+    del stored[f"{prefix}h.1.mlp.c_fc.weight"]
+    save_file(stored, path, {"format": "pt"})
+    assert f"does not hold tensor {prefix}h.1.mlp.c_fc.weight," in refusal(tmp_path)
