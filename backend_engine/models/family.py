@@ -1,7 +1,7 @@
 """``Family``: what a family file exports as ``FAMILY``: how to read its config.json and its checkpoints."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from backend_engine.models.arch_spec import ArchSpec
@@ -14,12 +14,14 @@ from backend_engine.models.weight_rules import Rule
 class Family:
     """``build``: config.json to ``ArchSpec``, ``ModelLoadError`` for what it cannot be faithful to. ``rules``: from
     checkpoint tensors to the parameters of ``CausalLM``. ``section``: the part of config.json that describes the
-    language model, where it also describes others; ``None`` = all of it.
+    language model, where it also describes others; ``None`` = all of it. ``section_defaults``: what keys mean that are
+    not in it, since such parts leave out what is as usual.
     """
 
     build: Callable[[HfConfig], ArchSpec]
     rules: tuple[Rule, ...]
     section: str | None = None
+    section_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def from_hf(self, values: Mapping[str, Any]) -> ArchSpec:
         """The model that config.json describes. Refuses values that the family did not read and that would change the
@@ -40,7 +42,7 @@ class Family:
         config = HfConfig(values)
         if self.section is None:
             return config
-        section = config.section(self.section)
+        section = config.section(self.section, self.section_defaults)
         if section is None:
             raise config.refuse(self.section, "an object that describes the language model")
         config.require_neutral({"quantization_config": ()})

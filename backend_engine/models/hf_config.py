@@ -97,14 +97,14 @@ class HfConfig:
             raise self.refuse(key, f"a list of {length} numbers above 0")
         return tuple(float(value) for value in values)
 
-    def section(self, key: str) -> "HfConfig | None":
-        """A nested object; ``None`` when absent or empty."""
+    def section(self, key: str, defaults: Mapping[str, Any] | None = None) -> "HfConfig | None":
+        """A nested object; ``None`` when absent or empty. ``defaults``: what keys mean that are not in it."""
         value = self.get(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self.refuse(key, "an object")
-        return HfConfig(value, f"{self._where}: {key}")
+        return HfConfig({**(defaults or {}), **value}, f"{self._where}: {key}")
 
     def require_neutral(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Refuse keys that would change the maths in a way the family does not do: absent or one of the values."""

@@ -3,7 +3,7 @@
 Turns them into copies for ``checkpoint/loader.py``; reads no file and no tensor's values.
 """
 
-import os
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -53,4 +53,5 @@ def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget], stored: Colle
 def _likeness(copies: list[Copy], stored: Collection[str]) -> int:
     """How many characters the name of the first source shares with the beginning of one that is stored."""
     name = copies[0].sources[0].name
-    return max((len(os.path.commonprefix((name, other))) for other in stored), default=0)
+    pairs = (zip(name, other, strict=False) for other in stored)
+    return max((sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], pair)) for pair in pairs), default=0)

@@ -23,6 +23,13 @@ from backend_engine.models.weight_rules import IgnoreUnder
 
 _MAX_POSITIONS = 131072
 _DEFAULT_PATTERN = 6
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
 _THETAS = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 
@@ -65,4 +72,5 @@ WITH_VISION = Family(
         ),
     ),
     section="text_config",
+    section_defaults=_DEFAULTS,
 )
