@@ -26,10 +26,13 @@ class Heads(NamedTuple):
 
 
 def read_heads(config: HfConfig, default_kv_heads: int | None = None, default_head_dim: int | None = None) -> Heads:
-    """The attention's heads; without defaults as many key heads as query heads, which share the hidden size."""
+    """The attention's heads. ``null`` for the number of key heads, or no such key and no default, means as many as
+    query heads; without a size of their own, heads share the hidden size.
+    """
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", default_kv_heads or num_heads)
+    is_stated = "num_key_value_heads" in config
+    num_kv_heads = config.integer("num_key_value_heads", num_heads if is_stated else default_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
     if config.get("head_dim") is None and default_head_dim is None and hidden_size % num_heads:

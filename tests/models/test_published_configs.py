@@ -117,6 +117,10 @@ def test_what_is_special_about_them_arrives() -> None:
     assert spec("llama 3.1").ropes[0].scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     assert [spec("mistral").sliding_window(0), spec("mistral", sliding_window=None).sliding_window(0)] == [4096, None]
     assert not any(spec("qwen 2.5").sliding_window(i) for i in range(24)), "its window is switched off"
+    assert spec("mistral", num_key_value_heads=None).layers[0].mixer.num_kv_heads == 32
+    without = {key: value for key, value in PUBLISHED["mistral"].items() if key != "num_key_value_heads"}
+    mistral = ARCHITECTURES.get("MistralForCausalLM").from_hf(without)
+    assert mistral.layers[0].mixer.num_kv_heads == 8, "the format's default"
     assert spec("qwen 2.5").layers[0].mixer.qkv_bias and not spec("qwen 2.5").layers[0].mixer.out_bias
     assert [spec("gemma 2").sliding_window(i) for i in (0, 1, 2)] == [4096, None, 4096]
     gemma3 = spec("gemma 3")

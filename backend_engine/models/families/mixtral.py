@@ -23,7 +23,7 @@ _DEFAULT_EPS = 1e-5
 
 
 def _build(config: HfConfig) -> ArchSpec:
-    heads = read_heads(config, default_kv_heads=None if "num_key_value_heads" in config else _DEFAULT_KV_HEADS)
+    heads = read_heads(config, default_kv_heads=_DEFAULT_KV_HEADS)
     max_positions = config.integer("max_position_embeddings", _DEFAULT_POSITIONS)
     attention = AttentionDecl(
         *heads,

@@ -36,7 +36,7 @@ def read_used_window(config: HfConfig) -> int | None:
 
 def _attention(config: HfConfig) -> tuple[AttentionDecl, ...]:
     """Each layer's attention; where windows are on, every second of the lower layers has one."""
-    heads = read_heads(config, default_kv_heads=None if "num_key_value_heads" in config else _DEFAULT_KV_HEADS)
+    heads = read_heads(config, default_kv_heads=_DEFAULT_KV_HEADS)
     attention = dataclasses.replace(read_attention(config, heads), qkv_bias=config.flag("qkv_bias", True))
     config.require_neutral({"attention_bias": (False,)})
     num_layers, window = config.integer("num_hidden_layers"), read_used_window(config)
