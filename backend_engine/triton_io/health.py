@@ -1,8 +1,8 @@
 """``EngineHealth``: makes the death of the engine visible outside its process.
 
-The engine model starts it beside the sender. It writes the reason into the file that the launcher watches, and asks
-Triton Server to unload the engine model, which turns it and every ensemble over it not-ready; where the server does
-not let itself be told (model control mode ``none``) the file is all there is. It never touches a request.
+The engine model starts it beside the sender. It writes the reason into the file that the launcher watches, and where
+the server allows it (model control mode ``explicit``) asks Triton Server to unload the engine model, which turns it and
+every ensemble over it not-ready. It never touches a request.
 """
 
 import os
@@ -22,13 +22,26 @@ PERIOD_S = 0.2
 
 
 class EngineHealth:
-    """Looks at ``stats`` every ``PERIOD_S`` and reports the first failure. ``health_file``: path or empty."""
+    """Looks at ``stats`` every ``PERIOD_S`` and reports the first failure.
 
-    def __init__(self, pb_utils: Any, model_name: str, stats: Callable[[], EngineStats], health_file: str) -> None:
+    health_file: path or empty. may_unload: whether the server lets models be unloaded; asking one that does not damages
+    the memory that it shares with its models, and one of the next requests ends it (seen in Triton 24.10).
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        health_file: str,
+        *,
+        may_unload: bool,
+    ) -> None:
         self._pb_utils = pb_utils
         self._model_name = model_name
         self._stats = stats
         self._health_file = health_file
+        self._may_unload = may_unload
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-health", daemon=True)
 
@@ -53,6 +66,9 @@ class EngineHealth:
     def _report(self, reason: str) -> None:
         if self._health_file:
             write_health_file(Path(self._health_file), self._model_name, reason)
+        if not self._may_unload:
+            _log.error("model %r stays loaded though its engine is dead: unloading is not allowed", self._model_name)
+            return
         try:
             self._pb_utils.unload_model(self._model_name)
         except self._pb_utils.TritonModelException as error:

@@ -22,6 +22,7 @@ from backend_engine.triton_io.request_parser import RequestParser
 from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from backend_engine.triton_io.response_stream import refuse
+from backend_engine.triton_io.server_process import allows_unloading
 from backend_engine.triton_io.tensor_rows import ENGINE
 
 _log = get_logger("tensorrt_llm")
@@ -62,7 +63,9 @@ class TritonPythonModel:
             metrics.refresh,
         )
         self._sender.start()
-        self._health = EngineHealth(pb_utils, args["model_name"], llm.stats, envs.ENGINE_HEALTH_FILE.get())
+        self._health = EngineHealth(
+            pb_utils, args["model_name"], llm.stats, envs.ENGINE_HEALTH_FILE.get(), may_unload=allows_unloading()
+        )
         self._health.start()
 
     def execute(self, requests: list[Any]) -> None:
