@@ -28,9 +28,9 @@ What a folder's `config.json` names under `architectures` decides who runs it.
 
 Declared in `backend_engine/models/families`, a file each. "Tested" is what `tests/models` runs against transformers in
 float32 on a small random model: the same logits within 1e-4 and the same greedy tokens for a whole prompt, in chunks,
-token by token, together with others, and paused and resumed (`test_family_parity.py`); then a random mix of requests
-that are chunked, paused, cancelled and share their beginnings, with the cache's books checked after each step
-(`test_family_mix.py`).
+token by token, together with others, and paused and resumed (`test_family_parity.py`, which also holds bfloat16 and
+float16 close to it); a random mix of requests that are chunked, paused, cancelled and share their beginnings, with the
+cache's books checked after each step (`test_family_mix.py`); and random shapes (`test_family_shapes.py`).
 
 | architecture | family | lines | tested |
 |---|---|---|---|

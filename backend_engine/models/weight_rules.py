@@ -60,6 +60,16 @@ class FillRule(ABC):
         """How it fills ``parameter``, which matched one of ``templates`` with these placeholders."""
 
 
+class OneParameterRule(FillRule):
+    """Says it of one kind of parameter, ``parameter``."""
+
+    parameter: str
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+
 class IgnoreRule(ABC):
     """Says which checkpoint tensors are not needed."""
 
@@ -79,15 +89,11 @@ def pattern(template: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class Rename(FillRule):
+class Rename(OneParameterRule):
     """``parameter`` is the checkpoint's ``source``."""
 
     source: str
     parameter: str
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         shape = tuple(targets[parameter].tensor.shape)
@@ -95,15 +101,11 @@ class Rename(FillRule):
 
 
 @dataclass(frozen=True)
-class Transpose(FillRule):
+class Transpose(OneParameterRule):
     """``parameter`` is the checkpoint's two-dimensional ``source`` with rows and columns swapped."""
 
     source: str
     parameter: str
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         rows, columns = targets[parameter].tensor.shape
@@ -111,15 +113,11 @@ class Transpose(FillRule):
 
 
 @dataclass(frozen=True)
-class Fuse(FillRule):
+class Fuse(OneParameterRule):
     """``parameter`` is the ``sources`` one below the other."""
 
     sources: tuple[str, ...]
     parameter: str
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target = targets[parameter]
@@ -133,17 +131,13 @@ class Fuse(FillRule):
 
 
 @dataclass(frozen=True)
-class FuseInterleaved(FillRule):
+class FuseInterleaved(OneParameterRule):
     """``source`` holds the parts of the fused ``parameter`` head by head: each head's rows of the first part, then its
     rows of the second, and so on. All parts have the same number of heads.
     """
 
     source: str
     parameter: str
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target = targets[parameter]
@@ -177,7 +171,7 @@ class Split(FillRule):
 
 
 @dataclass(frozen=True)
-class Unstack(FillRule):
+class Unstack(OneParameterRule):
     """``parameter``, one per expert ``{e}``, is entry ``e`` of the checkpoint's stacked ``source``.
 
     is_transposed: each entry has rows and columns swapped. is_interleaved: the rows of the fused parts alternate.
@@ -187,10 +181,6 @@ class Unstack(FillRule):
     parameter: str
     is_transposed: bool = False
     is_interleaved: bool = False
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target, expert = targets[parameter], int(names["e"])
@@ -206,17 +196,13 @@ class Unstack(FillRule):
 
 
 @dataclass(frozen=True)
-class UnstackMxfp4(FillRule):
+class UnstackMxfp4(OneParameterRule):
     """``Unstack`` of weights in MXFP4: ``blocks`` and ``scales`` as ``dequantize_mxfp4`` takes them, stacked."""
 
     blocks: str
     scales: str
     parameter: str
     is_interleaved: bool = False
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target, expert = targets[parameter], int(names["e"])
@@ -236,7 +222,7 @@ class UnstackMxfp4(FillRule):
 
 
 @dataclass(frozen=True)
-class Tie(FillRule):
+class Tie(OneParameterRule):
     """``parameter``, where the model has it, is the checkpoint's ``source``. Where it shares the tensor of
     ``shared_with``, the checkpoint may leave ``source`` out; if present it must hold the same values.
     """
@@ -244,10 +230,6 @@ class Tie(FillRule):
     source: str
     parameter: str
     shared_with: str
-
-    @property
-    def templates(self) -> tuple[str, ...]:
-        return (self.parameter,)
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         return Rename(self.source, self.parameter).copies(parameter, names, targets)

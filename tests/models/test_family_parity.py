@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from tests.support.engine_driver import EngineDriver
+from tests.support.parity import check, prompt
 from tests.support.tiny_models import TINY_MODELS, build_tiny_model, reference_logits
 
 NEW_TOKENS = 8
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 class Built(NamedTuple):
@@ -22,18 +21,6 @@ class Built(NamedTuple):
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("families") / request.param
     return Built(folder, build_tiny_model(request.param, folder))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 96, (length,), generator=generator).tolist()
-
-
-def check(driver: EngineDriver, model: Any, request_id: int, ids: list[int], output: list[int]) -> None:
-    """The engine's tokens and logits are those of the reference, which reads the whole text in one pass."""
-    expected = reference_logits(model, ids, output)
-    assert output == expected.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(driver.logits[request_id]), expected, **TOLERANCE)
 
 
 def test_a_prompt_at_once_in_chunks_and_token_by_token(built: Built) -> None:
@@ -65,3 +52,12 @@ def test_a_paused_request_computes_its_whole_text_again(built: Built) -> None:
     request.pause()
     driver.generate(request, NEW_TOKENS, chunk=9)
     check(driver, built.model, 0, prompt(20), request.output_token_ids)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.15), ("float16", 0.02)])
+def test_half_precision_stays_close_to_float32(built: Built, dtype: str, limit: float) -> None:
+    driver = EngineDriver(built.folder, dtype)
+    driver.generate(driver.add(0, prompt(30)), 1, chunk=11)
+    expected = reference_logits(built.model, prompt(30), [0])[-1]
+    error = (driver.logits[0][0] - expected).norm() / expected.norm()
+    assert error < limit

@@ -1,5 +1,5 @@
-"""The Llama family against transformers beside what all families are tested for: settings of its configuration, half
-precision, and checkpoints in other forms.
+"""The Llama family against transformers beside what all families are tested for: settings of its configuration, and
+checkpoints in other forms.
 """
 
 from pathlib import Path
@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.engine_driver import EngineDriver
-from tests.support.tiny_llama import build_tiny_llama, reference_greedy, reference_logits
+from tests.support.parity import check, prompt
+from tests.support.tiny_llama import build_tiny_llama
 
 NEW_TOKENS = 12
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_query": {},
@@ -27,18 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_eps": {"rms_norm_eps": 0.5},
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 96, (length,), generator=generator).tolist()
-
-
-def check(driver: EngineDriver, model: Any, request_id: int, ids: list[int], output: list[int]) -> None:
-    """The engine's tokens and logits are those of the reference."""
-    assert output == reference_greedy(model, ids, len(output))
-    expected = reference_logits(model, ids + output[:-1])[len(ids) - 1 :]
-    torch.testing.assert_close(torch.stack(driver.logits[request_id]), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -56,16 +44,6 @@ def test_a_step_without_finished_contexts_gives_no_logits(tmp_path: Path) -> Non
     driver = EngineDriver(tmp_path)
     driver.step(context=[(driver.add(0, prompt(20)), 8)])
     assert driver.logits[0] == []
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.05), ("float16", 0.01)])
-def test_half_precision_stays_close_to_float32(dtype: str, limit: float, tmp_path: Path) -> None:
-    model = build_tiny_llama(tmp_path)
-    driver = EngineDriver(tmp_path, dtype)
-    driver.generate(driver.add(0, prompt(30)), 1, chunk=11)
-    expected = reference_logits(model, prompt(30))[-1]
-    error = (driver.logits[0][0] - expected).norm() / expected.norm()
-    assert error < limit
 
 
 def test_a_checkpoint_in_half_precision_is_converted(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from backend_engine.models.transformers_room.norms import FusedRmsNorm
 from backend_engine.plugins.catalog import ARCHITECTURES
 from backend_engine.triton_io import parameters
 from tests.support.engine_driver import EngineDriver
+from tests.support.parity import TOLERANCE, check, prompt
 from tests.support.tiny_llama import build_tiny_llama
 from tests.support.tiny_models import reference_logits
 from tests.support.tiny_transformers import FALLBACK_MODELS, build
 
 NEW_TOKENS = 6
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 class Built(NamedTuple):
@@ -42,18 +42,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fallback") / "llama"
     build_tiny_llama(folder, tie_word_embeddings=True)
     return folder
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 96, (length,), generator=generator).tolist()
-
-
-def check(driver: EngineDriver, model: Any, request_id: int, ids: list[int], output: list[int]) -> None:
-    """The engine's tokens and logits are those of the reference, which reads the whole text in one pass."""
-    expected = reference_logits(model, ids, output)
-    assert output == expected.argmax(-1).tolist()
-    torch.testing.assert_close(torch.stack(driver.logits[request_id]), expected, **TOLERANCE)
 
 
 def test_these_architectures_have_no_family_file() -> None:
