@@ -134,7 +134,6 @@ class RequestParser:
     def _num_logit_rows(self, row: EngineRow) -> int:
         """Most rows of logits that the request of ``row`` can give back."""
         params, num_prompt = row.sampling_params, len(row.prompt_token_ids)
-        assert params.max_tokens is not None, "a request without max_tokens was let in"
         num_new = min(params.max_tokens, max(1, self._max_seq_len - num_prompt))
         num_each = num_prompt * params.return_context_logits + num_new * params.return_generation_logits
         return params.n * num_each
