@@ -45,11 +45,18 @@ class HfConfig:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer of at least 1; without a default it must be there."""
+        return self._integer(key, 1, default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 0; without a default it must be there."""
+        return self._integer(key, 0, default)
+
+    def _integer(self, key: str, low: int, default: int | None) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(key, "an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.refuse(key, f"an integer of at least {low}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -68,15 +75,6 @@ class HfConfig:
             return default
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 0; without a default it must be there."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.refuse(key, "an integer of at least 0")
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:

@@ -54,10 +54,10 @@ def read_sparse_mlps(
     return tuple(sparse if i not in dense_layers and (i + 1) % step == 0 else dense for i in range(num_layers))
 
 
-def stacked_expert_rules(prefix: str = "model.") -> tuple[Rule, ...]:
+def stacked_expert_rules() -> tuple[Rule, ...]:
     """Weights of all experts in one tensor, as transformers holds them in memory."""
     return tuple(
-        Unstack(f"{prefix}layers.{{i}}.mlp.experts.{name}", f"layers.{{i}}.mlp.experts.{{e}}.{name}.weight")
+        Unstack(f"model.layers.{{i}}.mlp.experts.{name}", f"layers.{{i}}.mlp.experts.{{e}}.{name}.weight")
         for name in ("gate_up_proj", "down_proj")
     )
 
@@ -72,9 +72,9 @@ def transposed_expert_rules(name: str, *, is_interleaved: bool = False) -> tuple
     )
 
 
-def numbered_expert_rules(prefix: str = "model.", block: str = "block_sparse_moe") -> tuple[Rule, ...]:
+def numbered_expert_rules(block: str = "block_sparse_moe") -> tuple[Rule, ...]:
     """Experts of products ``w1`` (gate), ``w3`` (up) and ``w2`` (down), each a tensor; and the router beside them."""
-    source, ours = f"{prefix}layers.{{i}}.{block}.", "layers.{i}.mlp."
+    source, ours = f"model.layers.{{i}}.{block}.", "layers.{i}.mlp."
     gate_and_up = tuple(source + f"experts.{{e}}.{name}.weight" for name in ("w1", "w3"))
     return (
         Fuse(gate_and_up, ours + "experts.{e}.gate_up_proj.weight"),

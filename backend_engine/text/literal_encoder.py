@@ -6,10 +6,20 @@ the tokenizer; never changes the one it was made of.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_ANCHOR = "\n"  # what stands before a character in the middle of a text, and merges with none
+_ANCHOR = "\n"  # what stands before the middle of a text, and merges with nothing
+
+
+def encode_inside(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Ids of ``text`` in the middle of another; ``encode`` gives those of whole texts.
+
+    In front of a text some tokenizers put a blank of their own; after a line's end none does.
+    """
+    anchor, anchored = encode(_ANCHOR), encode(_ANCHOR + text)
+    is_apart = anchored[: len(anchor)] == anchor and len(anchored) > len(anchor)
+    return anchored[len(anchor) :] if is_apart else encode(text)
 
 
 class LiteralEncoder:
@@ -38,24 +48,17 @@ class LiteralEncoder:
             parts += [text[end:start], self._aliases[text[start:stop]]]
             end = stop
         ids: list[int] = []
-        for i in self._copy.encode("".join(parts) + text[end:], add_special_tokens=False).ids:
+        for i in self._ids("".join(parts) + text[end:]):
             if i in self._real_ids:
                 ids.append(self._real_ids[i])
             elif i in self._spellings:  # a unigram vocabulary may hold the spelling as an ordinary piece
-                ids += self._spelled_out(self._spellings[i])
+                ids += [piece for character in self._spellings[i] for piece in encode_inside(self._ids, character)]
             else:
                 ids.append(i)
         return ids
 
-    def _spelled_out(self, text: str) -> list[int]:
-        """Ids of each character by itself, without the blank that some tokenizers put in front of a text."""
-        anchor = self._copy.encode(_ANCHOR, add_special_tokens=False).ids
-        ids: list[int] = []
-        for character in text:
-            anchored = self._copy.encode(_ANCHOR + character, add_special_tokens=False).ids
-            inside = anchored[: len(anchor)] == anchor and len(anchored) > len(anchor)
-            ids += anchored[len(anchor) :] if inside else self._copy.encode(character, add_special_tokens=False).ids
-        return ids
+    def _ids(self, text: str) -> list[int]:
+        return list(self._copy.encode(text, add_special_tokens=False).ids)
 
 
 def _rename_added_tokens(tokenizer_json: str, aliases: Mapping[str, str]) -> str:

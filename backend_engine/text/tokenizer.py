@@ -14,7 +14,7 @@ from typing import Any
 from backend_engine.errors import InvalidRequestError
 from backend_engine.logger import get_logger
 from backend_engine.text.folder_agreement import check_folder, check_same_ids, has_tokenizer
-from backend_engine.text.literal_encoder import LiteralEncoder
+from backend_engine.text.literal_encoder import LiteralEncoder, encode_inside
 from backend_engine.text.post_processor import ids_around_texts
 from backend_engine.text.token_table import TokenTable, build_token_table
 from backend_engine.text.tokenizer_folder import open_tokenizer
@@ -23,7 +23,6 @@ _log = get_logger(__name__)
 
 # Control tokens that some models forget to mark as special, such as <|user|> or DeepSeek's wide-barred ones.
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-_ANCHOR = "\n"  # what stands before a word in the middle of a text, and merges with no word
 # Places for images and sounds, which a model for text alone has no embedding of.
 _MEDIA_NAMES = re.compile(r"(image|video|audio|boi|eoi|boa|eoa|vision).*_token")
 
@@ -197,11 +196,7 @@ class Tokenizer:
             return []
         variants: list[list[int]] = []
         for spelling in (word,) if word.startswith(" ") else (word, f" {word}"):
-            # In front of a text some tokenizers put a blank of their own; after a line's end none does.
-            prefix = self.encode_plain(_ANCHOR)
-            ids = self.encode_plain(_ANCHOR + spelling)
-            inside = ids[: len(prefix)] == prefix and len(ids) > len(prefix)
-            ids = ids[len(prefix) :] if inside else self.encode_plain(spelling)
+            ids = encode_inside(self.encode_plain, spelling)
             if ids and ids not in variants:
                 variants.append(ids)
         return variants

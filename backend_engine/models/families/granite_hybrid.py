@@ -10,7 +10,7 @@ from backend_engine.layers.mlp import GatedMlpDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
-from backend_engine.models.decoder_config import attention_rules, decoder_spec, model_rules, norm_rules, read_attention
+from backend_engine.models.decoder_config import decoder_spec, pre_norm_rules, read_attention
 from backend_engine.models.families.granite import scaled
 from backend_engine.models.family import Family
 from backend_engine.models.hf_config import HfConfig
@@ -62,9 +62,7 @@ _MOE = _LAYER + "block_sparse_moe."
 _SHARED = (("input_linear.weight", "gate_up_proj.weight"), ("output_linear.weight", "down_proj.weight"))
 _EXPERTS = (*_SHARED, ("experts.gate_up_proj", "gate_up_proj.weight"), ("experts.down_proj", "down_proj.weight"))
 RULES: tuple[Rule, ...] = (
-    *model_rules(),
-    *norm_rules(mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
-    *attention_rules(),
+    *pre_norm_rules(),
     *mamba2_rules(_LAYER + "mamba."),
     *(Rename(f"{_LAYER}shared_mlp.{source}", f"layers.{{i}}.mlp.{ours}") for source, ours in _SHARED),
     *(Rename(f"{_LAYER}shared_mlp.{source}", f"layers.{{i}}.mlp.shared.{ours}") for source, ours in _SHARED),
