@@ -83,25 +83,30 @@ def read_mlp(config: HfConfig, act_key: str = "hidden_act", default_act: str = "
 
 
 def decoder_spec(
-    config: HfConfig, layers: tuple[LayerDecl, ...], *, tie_embeddings: bool = False, default_eps: float = 1e-6
+    config: HfConfig,
+    layers: tuple[LayerDecl, ...],
+    *,
+    tie_embeddings: bool = False,
+    default_eps: float = 1e-6,
+    default_positions: int = 2048,
 ) -> ArchSpec:
-    """The model of ``layers`` with root mean square norms before them; ``tie_embeddings``: when nothing is stated."""
+    """The model of ``layers`` with root mean square norms before them; further arguments: when nothing is stated."""
     return ArchSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        max_positions=config.integer("max_position_embeddings", 2048),
+        max_positions=config.integer("max_position_embeddings", default_positions),
         norm=RmsNormDecl(config.number("rms_norm_eps", default_eps)),
         layers=layers,
         tie_embeddings=config.flag("tie_word_embeddings", tie_embeddings),
     )
 
 
-def model_rules(prefix: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+def model_rules(prefix: str = "model.") -> tuple[Rule, ...]:
     """Embedding, last norm and head."""
     return (
         Rename(prefix + "embed_tokens.weight", "embed_tokens.weight"),
         Rename(prefix + "norm.weight", "norm.weight"),
-        Tie(head, "lm_head.weight", shared_with="embed_tokens.weight"),
+        Tie("lm_head.weight", "lm_head.weight", shared_with="embed_tokens.weight"),
         Ignore(prefix + "layers.{i}.self_attn.rotary_emb.inv_freq"),
     )
 

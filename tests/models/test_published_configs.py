@@ -135,3 +135,13 @@ def test_what_is_special_about_them_arrives() -> None:
     assert (spec("pythia").block, spec("pythia").ropes[0].dim) == ("parallel", 16)
     granite = spec("granite")
     assert (granite.embedding_scale, granite.residual_scale, granite.logits_scale) == (12.0, 0.22, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "positions"),
+    [("phi 4 mini", 1e-5, 4096), ("gemma 2", 1e-6, 8192), ("gemma 3", 1e-6, 131072), ("llama 3.1", 1e-6, 2048)],
+)
+def test_what_is_not_stated_is_as_the_format_has_it(name: str, eps: float, positions: int) -> None:
+    changes = {"rms_norm_eps": None, "max_position_embeddings": None, "rope_scaling": None}
+    found = spec(name, **changes)
+    assert (found.norm.eps, found.max_positions) == (eps, positions)

@@ -14,9 +14,11 @@ _DEFAULT_KV_HEADS = 16
 _DEFAULT_HEAD_DIM = 256
 
 
-def gemma_spec(config: HfConfig, layers: tuple[LayerDecl, ...], block: str = "pre_norm") -> ArchSpec:
+def gemma_spec(
+    config: HfConfig, layers: tuple[LayerDecl, ...], block: str = "pre_norm", default_positions: int = 8192
+) -> ArchSpec:
     """What all generations of Gemma share around their layers."""
-    spec = decoder_spec(config, layers, tie_embeddings=True)
+    spec = decoder_spec(config, layers, tie_embeddings=True, default_positions=default_positions)
     norm = RmsNormDecl(config.number("rms_norm_eps", 1e-6), unit_offset=True)
     return dataclasses.replace(spec, norm=norm, block=block, embedding_scale=spec.hidden_size**0.5)
 

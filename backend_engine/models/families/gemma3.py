@@ -44,19 +44,17 @@ def build(config: HfConfig) -> ArchSpec:
     pattern = config.integer("sliding_window_pattern", _DEFAULT_PATTERN)
     default = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
     mixers = {
-        kind: scaled_attention(
-            config,
-            AttentionDecl(*heads, 1.0, rope, has_bias, has_bias, norm),
-        )
+        kind: scaled_attention(config, AttentionDecl(*heads, 1.0, rope, has_bias, has_bias, norm))
         for kind, rope in ropes.items()
     }
     window = config.integer("sliding_window", DEFAULT_WINDOW)
     mixers["sliding_attention"] = dataclasses.replace(mixers["sliding_attention"], sliding_window=window)
     mlp = read_mlp(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = read_layer_types(config, num_layers, default)
-    spec = gemma_spec(config, tuple(LayerDecl(mixers[kind], mlp) for kind in kinds), "sandwich_norm")
+    layers = tuple(LayerDecl(mixers[kind], mlp) for kind in kinds)
+    spec = gemma_spec(config, layers, "sandwich_norm", _MAX_POSITIONS)
     final = config.get("final_logit_softcapping") and config.number("final_logit_softcapping")
-    return dataclasses.replace(spec, max_positions=max_positions, logits_softcap=final)
+    return dataclasses.replace(spec, logits_softcap=final)
 
 
 FAMILY = Family(build, sandwich_rules())

@@ -65,7 +65,7 @@ def _build(config: HfConfig) -> ArchSpec:
         stored.choice("quant_method", ("mxfp4",))
     experts = _experts(config)
     layers = tuple(LayerDecl(attention, experts) for attention in _attention(config))
-    return decoder_spec(config, layers, default_eps=_DEFAULT_EPS)
+    return decoder_spec(config, layers, default_eps=_DEFAULT_EPS, default_positions=_DEFAULT_POSITIONS)
 
 
 FAMILY = Family(

@@ -63,7 +63,7 @@ def _build(config: HfConfig) -> ArchSpec:
     for key in _UNUSED:
         config.get(key)
     layer = LayerDecl(_attention(config), _experts(config))
-    return decoder_spec(config, (layer,) * config.integer("num_hidden_layers"))
+    return decoder_spec(config, (layer,) * config.integer("num_hidden_layers"), default_positions=_DEFAULT_POSITIONS)
 
 
 FAMILY = Family(

@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4: Llama with fused projections in the checkpoint, partly rotated heads and LongRoPE."""
 
-import dataclasses
-
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, model_rules, norm_rules, read_heads, read_mlp
@@ -12,7 +10,6 @@ from backend_engine.models.weight_rules import Rename
 
 _DEFAULT_POSITIONS = 4096
 _DEFAULT_EPS = 1e-5
-_KINDS = ("default", "longrope", "su", "yarn")
 
 
 def _build(config: HfConfig) -> ArchSpec:
@@ -31,8 +28,8 @@ def _build(config: HfConfig) -> ArchSpec:
     attention = AttentionDecl(*heads, scale=heads.head_dim**-0.5, rope=rope, sliding_window=window)
     layer = LayerDecl(attention, read_mlp(config))
     config.require_neutral({"attention_bias": (False,), "mlp_bias": (False,)})
-    spec = decoder_spec(config, (layer,) * config.integer("num_hidden_layers"))
-    return dataclasses.replace(spec, max_positions=max_positions)
+    layers = (layer,) * config.integer("num_hidden_layers")
+    return decoder_spec(config, layers, default_eps=_DEFAULT_EPS, default_positions=_DEFAULT_POSITIONS)
 
 
 _LAYER = "model.layers.{i}."
