@@ -16,6 +16,9 @@ from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_rope
 from backend_engine.models.weight_rules import Fuse, Ignore, Rename, Rule, Tie
 
+# What a model whose window has a switch means that does not say its size.
+_DEFAULT_USED_WINDOW = 4096
+
 
 class Heads(NamedTuple):
     """Query heads, key and value heads, and elements of each."""
@@ -68,6 +71,14 @@ def read_layer_types(config: HfConfig, num_layers: int, default: tuple[str, ...]
         if name not in ("full_attention", "sliding_attention"):
             raise config.refuse("layer_types", "full_attention or sliding_attention for each layer")
     return tuple(types)
+
+
+def read_used_window(config: HfConfig) -> int | None:
+    """The window, where its switch is on; without it the one that a configuration states is not used."""
+    if config.flag("use_sliding_window", False):
+        return config.integer("sliding_window", None if "sliding_window" in config else _DEFAULT_USED_WINDOW)
+    config.get("sliding_window")
+    return None
 
 
 def spread_window(attention: AttentionDecl, types: Sequence[str], window: int | None) -> tuple[AttentionDecl, ...]:

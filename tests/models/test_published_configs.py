@@ -121,6 +121,10 @@ def test_what_is_special_about_them_arrives() -> None:
     without = {key: value for key, value in PUBLISHED["mistral"].items() if key != "num_key_value_heads"}
     mistral = ARCHITECTURES.get("MistralForCausalLM").from_hf(without)
     assert mistral.layers[0].mixer.num_kv_heads == 8, "the format's default"
+    switched = {key: value for key, value in QWEN2_5.items() if key != "sliding_window"} | {"use_sliding_window": True}
+    qwen = ARCHITECTURES.get("Qwen2ForCausalLM")
+    assert [qwen.from_hf(switched).sliding_window(i) for i in (20, 21)] == [None, 4096], "the format's default"
+    assert qwen.from_hf({**switched, "sliding_window": None}).sliding_window(21) is None
     assert spec("qwen 2.5").layers[0].mixer.qkv_bias and not spec("qwen 2.5").layers[0].mixer.out_bias
     assert [spec("gemma 2").sliding_window(i) for i in (0, 1, 2)] == [4096, None, 4096]
     gemma3 = spec("gemma 3")

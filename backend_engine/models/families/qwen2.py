@@ -11,6 +11,7 @@ from backend_engine.models.decoder_config import (
     read_heads,
     read_layer_types,
     read_mlp,
+    read_used_window,
     spread_window,
 )
 from backend_engine.models.family import Family
@@ -23,16 +24,13 @@ _DEFAULT_WINDOW_LAYERS = 28
 def windowed(config: HfConfig, attention: AttentionDecl) -> tuple[AttentionDecl, ...]:
     """``attention`` for each layer, with the window on those that have one."""
     num_layers = config.integer("num_hidden_layers")
-    window = None
-    if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
-        window = config.integer("sliding_window")
+    has_none = "sliding_window" in config and config.get("sliding_window") is None
+    window = None if has_none and config.flag("use_sliding_window", False) else read_used_window(config)
     first = config.count("max_window_layers", _DEFAULT_WINDOW_LAYERS)
     default = tuple("full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers))
     types = read_layer_types(config, num_layers, default)
     if window is None and "sliding_attention" in types:
         raise config.refuse("use_sliding_window", "true, and a sliding_window, since layer_types has sliding_attention")
-    # Without its switch the window that a configuration states is not used.
-    config.get("sliding_window")
     return spread_window(attention, types, window)
 
 

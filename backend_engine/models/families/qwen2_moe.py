@@ -13,6 +13,7 @@ from backend_engine.models.decoder_config import (
     read_attention,
     read_heads,
     read_layer_types,
+    read_used_window,
     spread_window,
 )
 from backend_engine.models.family import Family
@@ -21,17 +22,8 @@ from backend_engine.models.moe_config import read_sparse_mlps, stacked_expert_ru
 from backend_engine.models.weight_rules import Rename, Rule
 
 _DEFAULT_KV_HEADS = 16
-_DEFAULT_WINDOW = 4096
 _DEFAULT_WINDOW_LAYERS = 28
 _DEFAULT_SHARED_SIZE = 5632
-
-
-def read_used_window(config: HfConfig) -> int | None:
-    """The window, where its switch is on; without it the one that a configuration states is not used."""
-    if config.flag("use_sliding_window", False):
-        return config.integer("sliding_window", None if "sliding_window" in config else _DEFAULT_WINDOW)
-    config.get("sliding_window")
-    return None
 
 
 def _attention(config: HfConfig) -> tuple[AttentionDecl, ...]:
