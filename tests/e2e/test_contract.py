@@ -215,10 +215,29 @@ def test_a_full_queue_refuses_clearly_and_serves_the_rest(
     errors = [responses[-1].error for responses in results if responses[-1].error]
     assert 0 < len(errors) < 40
     assert all("Maximum queue size of 6" in e or "Exceeds maximum queue size" in e for e in errors), set(errors)
-    if model == "tensorrt_llm":
-        assert any("Maximum queue size of 6 has been reached" in e for e in errors)
     narrow_server.wait_for("nv_trt_llm_request_metrics", "active", 0)  # type: ignore[attr-defined]
     assert narrow_server.text("ensemble", text_input="Count", max_tokens=3) == " 1 2 3"
+
+
+def test_the_engines_full_queue_refuses_by_its_own_name(narrow_server: Server, table_ids: dict[str, int]) -> None:
+    """One after another, so that Triton Server's queue stays empty: it hands each request on before the next comes."""
+
+    def ask(max_tokens: int) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: narrow_server.text("ensemble", text_input="Long", max_tokens=max_tokens)
+        )
+        thread.start()
+        return thread
+
+    threads = [ask(400)]
+    narrow_server.wait_for("nv_trt_llm_request_metrics", "scheduled", 1)  # type: ignore[attr-defined]
+    for num_waiting in range(1, 7):
+        threads.append(ask(2))
+        narrow_server.wait_for("nv_trt_llm_request_metrics", "waiting", num_waiting)  # type: ignore[attr-defined]
+    (response,) = grpc_all(narrow_server.grpc, "tensorrt_llm", **count("tensorrt_llm", table_ids))
+    assert response.error is not None and "Maximum queue size of 6 has been reached" in response.error
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)

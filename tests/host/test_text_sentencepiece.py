@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils import sentencepiece_model_pb2_new
 
@@ -46,15 +46,25 @@ TEXTS = st.one_of(
 )
 
 
+def is_tie(algorithm: str, ids: list[int], others: list[int]) -> bool:
+    """Whether both are equally good by a unigram model: the same pieces in another order.
+
+    SentencePiece adds scores up as float32 from left to right, so rounding decides there which one it takes.
+    """
+    return algorithm == "unigram" and sorted(ids) == sorted(others)
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(KINDS), TEXTS, st.booleans())
+@example(("unigram", "gemma"), "中文x.中文中文中文", True)  # a tie: 中文 before 中文中文, or behind it
 def test_ids_are_sentencepieces(loaded: Loaded, kind: tuple[str, str], text: str, with_piece: bool) -> None:
     tokenizer, processor = loaded[kind]
     text = text.replace("</s>", "")  # a control token in our text, and no text in theirs
     if with_piece:
         text = f"{text[:3]}<sep>{text[3:]}ab c"
     ids = tokenizer.encode_plain(text)
-    assert ids == processor.encode(text)
+    expected = processor.encode(text)
+    assert ids == expected or is_tie(kind[0], ids, expected)
     if kind[1] in ("llama", "gemma"):
         assert tokenizer.decode(ids) == processor.decode(ids)
 
