@@ -6,7 +6,7 @@ Used by ``Family`` for the rest of a config. Data, and the check of it.
 from collections.abc import Collection
 from typing import Any
 
-from backend_engine.models.hf_config import HfConfig
+from backend_engine.config.hf_config import HfConfig
 
 # Keys that change the maths, each with the values with which they do not. A family that builds them reads them.
 NEUTRAL: dict[str, Collection[Any]] = {

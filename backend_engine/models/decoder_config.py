@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.activations import GATED
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.mlp import GatedMlpDecl
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_rope
 from backend_engine.models.weight_rules import Fuse, Ignore, Rename, Rule, Tie
 

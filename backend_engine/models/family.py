@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.models.arch_spec import ArchSpec
 from backend_engine.models.config_keys import check_rest, unknown_keys
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Rule
 
 

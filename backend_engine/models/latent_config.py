@@ -3,12 +3,12 @@
 Used by the model families. Refusals name key, value and expectation.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.latent_attention import LatentAttentionDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import LayerDecl
 from backend_engine.models.decoder_config import mlp_rules, model_rules, norm_rules, read_mlp
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_rope, yarn_temperature
 from backend_engine.models.weight_rules import IgnoreBeside, Rename, Rule
 

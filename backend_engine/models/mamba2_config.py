@@ -6,8 +6,8 @@ Used by the model families, which say what the keys are called. Refusals name ke
 import math
 from typing import NamedTuple
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.mamba2 import Mamba2Decl
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Rename, Rule
 
 # What a kind of layer is called, by its authors and by transformers 5.

@@ -3,11 +3,11 @@
 Used by the model families. Refusals name key, value and expectation.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.mlp import GatedMlpDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.decoder_config import read_mlp
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Fuse, Rename, Rule, Unstack, UnstackMxfp4
 
 _COUNTS = ("num_local_experts", "num_experts")

@@ -7,6 +7,7 @@ transformers 5 writes ``rope_parameters`` (with ``rope_theta`` inside); earlier 
 import math
 from collections.abc import Mapping
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -16,7 +17,6 @@ from backend_engine.layers.rotary import (
     RopeScaling,
     YarnScaling,
 )
-from backend_engine.models.hf_config import HfConfig
 
 _KNOWN = "default, linear, dynamic, llama3, yarn or longrope"
 _SETTINGS = frozenset(

@@ -59,6 +59,20 @@ MODEL_BACKENDS: Registry[Any] = Registry(
         "transformers": "backend_engine.model_engine.transformers_backend:TransformersBackend",
     },
 )
+# By ``quant_method`` of a checkpoint's quantization config; each reads it (``weight_format.Quantization``).
+QUANT_METHODS: Registry[Any] = Registry(
+    "quantization method",
+    {
+        "awq": "backend_engine.quantization.formats.awq:read",
+        "bitsandbytes": "backend_engine.quantization.formats.bitsandbytes:read",
+        "compressed-tensors": "backend_engine.quantization.formats.compressed_tensors:read",
+        "fp8": "backend_engine.quantization.formats.fp8:read",
+        "gguf": "backend_engine.quantization.formats.gguf:read",
+        "gptq": "backend_engine.quantization.formats.gptq:read",
+        "modelopt": "backend_engine.quantization.formats.modelopt:read",
+        "mxfp4": "backend_engine.quantization.formats.mxfp4:read",
+    },
+)
 WAITING_QUEUES: Registry[Any] = Registry(
     "waiting queue policy",
     {

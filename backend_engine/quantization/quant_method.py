@@ -1,13 +1,16 @@
-"""``QuantMethod``: how a linear layer stores and multiplies its weight. One scheme a file.
+"""``QuantMethod``: how a linear layer stores and multiplies its weight. ``Unquantized`` and ``Packed``.
 
 ``layers/linear.py`` calls it; a method keeps its tensors on the layer it is handed and owns none itself.
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from backend_engine.quantization.packed import PackedPart
 
 
 class TensorOptions(NamedTuple):
@@ -18,15 +21,21 @@ class TensorOptions(NamedTuple):
 
 
 class WeightedLayer(nn.Module):
-    """What a scheme keeps its tensors on: the plain weight and bias, and the weight in the scheme's own form."""
+    """What a method keeps its tensors on: the plain weight and bias, the plain weight in a library's own form, and
+    weights that stay in the checkpoint's form.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     packed_weight: Tensor | None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed_parts: list[PackedPart] = []
+
 
 class QuantMethod(ABC):
-    """A weight scheme; every method is handed the layer it works on."""
+    """Every method is handed the layer it works on."""
 
     @abstractmethod
     def create_weights(self, layer: WeightedLayer, shape: tuple[int, int], bias: bool, options: TensorOptions) -> None:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend_engine import LLM
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.errors import ModelLoadError
 from backend_engine.models.config_keys import HARMLESS, NEUTRAL
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.plugins.catalog import ARCHITECTURES
 from tests.support.tiny_models import TINY_MODELS, build_tiny_model
 

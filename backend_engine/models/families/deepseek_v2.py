@@ -1,10 +1,10 @@
 """DeepSeek-V2: latent attention, and experts of which the best groups are chosen from."""
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import ArchSpec
 from backend_engine.models.decoder_config import decoder_spec
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.latent_config import RULES, read_groups, read_latent_attention, read_layers
 
 

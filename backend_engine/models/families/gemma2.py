@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import (
@@ -16,7 +17,6 @@ from backend_engine.models.decoder_config import (
 )
 from backend_engine.models.families.gemma import gemma_spec
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Rule
 
 DEFAULT_KV_HEADS = 4

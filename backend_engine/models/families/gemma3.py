@@ -4,6 +4,7 @@ layers with a window. The text half of a checkpoint that also sees pictures is r
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl, QkNormDecl
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
@@ -17,7 +18,6 @@ from backend_engine.models.families.gemma2 import (
     scaled_attention,
 )
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_ropes
 from backend_engine.models.weight_rules import IgnoreUnder
 

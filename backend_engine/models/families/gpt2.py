@@ -3,13 +3,13 @@
 Its checkpoints store products transposed, with or without a prefix before all names.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.activations import PLAIN
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.mlp import PlainMlpDecl
 from backend_engine.layers.norm import LayerNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.weight_rules import Ignore, Rename, Rule, Tie, Transpose
 
 

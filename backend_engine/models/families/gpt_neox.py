@@ -2,6 +2,7 @@
 fuses queries, keys and values head by head.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.activations import PLAIN
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.mlp import PlainMlpDecl
@@ -9,7 +10,6 @@ from backend_engine.layers.norm import LayerNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import norm_rules
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_rope
 from backend_engine.models.weight_rules import FuseInterleaved, Ignore, Rename, Tie
 

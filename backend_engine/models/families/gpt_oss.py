@@ -2,6 +2,7 @@
 gate and up alternating, in MXFP4 or plain.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.activations import ClampedSwiglu
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.moe import MoeDecl
@@ -16,7 +17,6 @@ from backend_engine.models.decoder_config import (
     spread_window,
 )
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.moe_config import read_num_experts, read_top_k, transposed_expert_rules
 from backend_engine.models.rope_config import read_rope, yarn_temperature
 from backend_engine.models.weight_rules import Rename

@@ -4,6 +4,7 @@ has experts beside a shared feed-forward layer, or the latter alone.
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.activations import GATED
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.mlp import GatedMlpDecl
@@ -13,7 +14,6 @@ from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, pre_norm_rules, read_attention
 from backend_engine.models.families.granite import scaled
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.mamba2_config import Mamba2Keys, mamba2_rules, read_mamba2, read_mamba_layers
 from backend_engine.models.moe_config import read_num_experts, read_top_k
 from backend_engine.models.weight_rules import Rename, Rule, Unstack

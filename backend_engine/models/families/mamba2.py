@@ -1,9 +1,9 @@
 """Mamba-2 (Codestral Mamba and others): layers of a state space mixer and nothing else, no attention."""
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.mamba2_config import Mamba2Keys, mamba2_rules, read_mamba2
 from backend_engine.models.weight_rules import Rename, Rule, Tie
 

@@ -2,6 +2,7 @@
 and chosen with a learned correction.
 """
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl, QkNormDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.norm import RmsNormDecl
@@ -9,7 +10,6 @@ from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, pre_norm_rules, read_heads, read_mlp
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.moe_config import (
     numbered_expert_rules,
     read_num_experts,

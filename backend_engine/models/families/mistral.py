@@ -2,10 +2,10 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_rules, decoder_spec, read_attention, read_heads, read_mlp
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 
 # What a configuration means that says nothing about these (as early ones do).
 _DEFAULT_WINDOW = 4096

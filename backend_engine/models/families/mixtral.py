@@ -1,12 +1,12 @@
 """Mixtral: Mistral with a few wide experts in every layer, of which a token goes to the best two."""
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, pre_norm_rules, read_heads, read_mlp
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.moe_config import (
     numbered_expert_rules,
     read_num_experts,

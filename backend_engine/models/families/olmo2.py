@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import QkNormDecl
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
@@ -15,7 +16,6 @@ from backend_engine.models.decoder_config import (
     read_mlp,
 )
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 
 _DEFAULT_EPS = 1e-5
 

@@ -1,10 +1,10 @@
 """Phi-3 and Phi-4: Llama with fused projections in the checkpoint, partly rotated heads and LongRoPE."""
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, model_rules, norm_rules, read_heads, read_mlp
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.rope_config import read_rope
 from backend_engine.models.weight_rules import Rename
 

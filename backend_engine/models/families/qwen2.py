@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import (
@@ -15,7 +16,6 @@ from backend_engine.models.decoder_config import (
     spread_window,
 )
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 
 _DEFAULT_KV_HEADS = 32
 _DEFAULT_WINDOW_LAYERS = 28

@@ -4,6 +4,7 @@ Qwen3-MoE too.
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import (
@@ -17,7 +18,6 @@ from backend_engine.models.decoder_config import (
     spread_window,
 )
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.moe_config import read_sparse_mlps, stacked_expert_rules
 from backend_engine.models.weight_rules import Rename, Rule
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import AttentionDecl, QkNormDecl
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_rules, decoder_spec, read_attention, read_heads, read_mlp
 from backend_engine.models.families.qwen2 import windowed
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 
 _DEFAULT_KV_HEADS = 32
 _DEFAULT_HEAD_DIM = 128

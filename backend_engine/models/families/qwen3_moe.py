@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from backend_engine.config.hf_config import HfConfig
 from backend_engine.layers.attention_layer import QkNormDecl
 from backend_engine.layers.norm import RmsNormDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import decoder_spec, read_attention, read_heads, read_used_window
 from backend_engine.models.families.qwen2_moe import RULES
 from backend_engine.models.family import Family
-from backend_engine.models.hf_config import HfConfig
 from backend_engine.models.moe_config import read_sparse_mlps
 
 _DEFAULT_KV_HEADS = 4

@@ -1,0 +1,27 @@
+"""``Checkpoint``: a model on disk as the rest of the engine sees it, whatever format it is in.
+
+Made by ``open_checkpoint.py``. Every format is translated to Hugging Face's terms at its border: its config.json and
+its names of tensors are what the families read. Data only; opening the tensors waits until somebody asks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend_engine.checkpoint.tensor_reader import TensorReader
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo`` or ``megatron``. config: config.json, or
+    what stands for it. generation: generation_config.json, empty without one. open_tensors: the readers of its files,
+    each tensor in one of them. origin: in what its config was found, for messages.
+    """
+
+    path: Path
+    kind: str
+    config: Mapping[str, Any]
+    open_tensors: Callable[[], list[TensorReader]]
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = "config.json"

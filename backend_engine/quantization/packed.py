@@ -1,0 +1,72 @@
+"""``Packed``: linear layers and tables whose weights stay in the checkpoint's form.
+
+A layer holds one or several ``PackedPart``s, each some of its rows in one scheme: one for all rows where the fused
+parts share a scheme, one for each of them where they do not. Created and filled while a checkpoint is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
+from backend_engine.quantization.weight_scheme import WeightScheme
+
+
+@dataclass
+class PackedPart:
+    """Rows ``start`` to ``start + num_rows`` of a weight. ``tensors``: components; once prepared, what multiplies."""
+
+    scheme: WeightScheme
+    start: int
+    num_rows: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Packed(QuantMethod):
+    """``schemes``: of the fused parts, whose widths are ``part_sizes``."""
+
+    def __init__(self, schemes: Sequence[WeightScheme], part_sizes: Sequence[int]) -> None:
+        assert len(schemes) == len(part_sizes), (schemes, part_sizes)
+        self._schemes = tuple(schemes)
+        self._part_sizes = tuple(part_sizes)
+
+    def create_weights(self, layer: WeightedLayer, shape: tuple[int, int], bias: bool, options: TensorOptions) -> None:
+        """``bias`` is left alone: it is created with the layer."""
+        assert sum(self._part_sizes) == shape[0], (self._part_sizes, shape)
+        layer.weight = layer.packed_weight = None
+        layer.packed_parts = [self._create(*part, shape[1], options) for part in self._parts(shape[1])]
+
+    def _parts(self, in_features: int) -> list[tuple[WeightScheme, int, int]]:
+        """Scheme, first row and number of rows."""
+        first = self._schemes[0]
+        has_rows_only = all(component.per_row for component in first.components(in_features).values())
+        if has_rows_only and len(set(self._schemes)) == 1:
+            return [(first, 0, sum(self._part_sizes))]
+        starts = [sum(self._part_sizes[:i]) for i in range(len(self._part_sizes))]
+        return list(zip(self._schemes, starts, self._part_sizes, strict=True))
+
+    def _create(
+        self, scheme: WeightScheme, start: int, num_rows: int, in_features: int, options: TensorOptions
+    ) -> PackedPart:
+        part = PackedPart(scheme, start, num_rows)
+        for name, component in scheme.components(in_features).items():
+            shape = (num_rows, *component.shape) if component.per_row else component.shape
+            part.tensors[name] = torch.empty(shape, dtype=component.dtype, device=options.device)
+        return part
+
+    def after_loading(self, layer: WeightedLayer) -> None:
+        for part in layer.packed_parts:
+            part.tensors = part.scheme.prepare(part.tensors)
+
+    def apply(self, layer: WeightedLayer, x: Tensor) -> Tensor:
+        parts = layer.packed_parts
+        if len(parts) == 1:
+            out = parts[0].scheme.multiply(parts[0].tensors, x)
+        else:
+            out = torch.cat([part.scheme.multiply(part.tensors, x) for part in parts], -1)
+        return out if layer.bias is None else out.add_(layer.bias)
+
+    def dequantize(self, layer: WeightedLayer) -> Tensor:
+        return torch.cat([part.scheme.decode(part.tensors) for part in layer.packed_parts])
