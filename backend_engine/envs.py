@@ -41,6 +41,12 @@ def _flag(raw: str) -> bool:
     return raw == "1"
 
 
+def _ops(raw: str) -> str:
+    if raw not in ("native", "torch"):
+        raise ValueError(raw)
+    return raw
+
+
 def _level(raw: str) -> str:
     if raw.lower() not in ("debug", "info", "warning", "error"):
         raise ValueError(raw)
@@ -68,6 +74,20 @@ ENGINE_HEALTH_FILE = EnvVar(
     "a file path",
     "When the engine is stuck or has failed, the engine model writes the reason here (for the launcher).",
 )
+ENGINE_OPS = EnvVar(
+    "ENGINE_OPS",
+    "native",
+    _ops,
+    "native or torch",
+    "What multiplies with packed weights on a CPU: C, compiled on this machine where it can be, or torch alone.",
+)
+INFLIGHT_CACHE = EnvVar(
+    "INFLIGHT_CACHE",
+    "~/.cache/inflight",
+    str,
+    "a folder",
+    "Where compiled libraries, and the models that the scripts fetch, are kept.",
+)
 
 TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
     ENGINE_LOG,
@@ -75,4 +95,6 @@ TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
     ENGINE_DUMP_STEPS,
     ENGINE_DRAIN_FILE,
     ENGINE_HEALTH_FILE,
+    ENGINE_OPS,
+    INFLIGHT_CACHE,
 )

@@ -24,6 +24,7 @@ from backend_engine.core.request import LlmRequest, RequestLimits
 from backend_engine.errors import InvalidRequestError, ShutdownError
 from backend_engine.executor.build import create_engine
 from backend_engine.executor.iteration_stats import EngineStats, IterationStats
+from backend_engine.hub import local_path
 from backend_engine.results import GenerationHandle, GenerationResult
 from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.detokenizer import create_detokenizer
@@ -38,13 +39,14 @@ PROGRESS_BAR_FROM = 4
 class LLM:
     """A model ready to generate.
 
-    ``LLM(model, tokenizer=None, **engine_args)``: ``model`` is a Hugging Face folder; the further arguments are
+    ``LLM(model, tokenizer=None, **engine_args)``: ``model`` is a checkpoint in any format, or
+    its id on the Hugging Face Hub; the further arguments are
     the fields of ``EngineArgs``. ``ModelLoadError`` and ``ConfigError`` name what is wrong in one line. Close with
     ``shutdown()`` or use it as a context manager. All methods may be called from any thread.
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
-        args = EngineArgs.of(model, tokenizer, engine_args)
+        args = EngineArgs.of(local_path(str(model)), tokenizer and local_path(str(tokenizer)), engine_args)
         self._executor = None
         self.tokenizer = None
         if not args.skip_tokenizer_init:

@@ -1,10 +1,13 @@
 """The door between layers and attention: ``AttentionSpec``, ``AttentionMetadata``, ``AttentionBackend``.
 
 Layers hand over q, k, v and never learn which backend they are in. Shapes are the contract:
-q ``[num_tokens, num_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``,
-kv ``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]`` (index 0 of the second axis is K). With
-``AttentionSpec.value_dim`` keys and values are one: k ``[num_tokens, 1, head_dim]``, v its first ``value_dim``
-elements, kv ``[num_blocks, 1, tokens_per_block, 1, head_dim]``.
+q ``[num_tokens, num_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``, kv the layer's ``PagedKv``,
+whose tensors are ``[num_blocks, 2, tokens_per_block, num_kv_heads, width]`` (index 0 of the second axis is K; the width
+is head_dim, or 1 for scales). With ``AttentionSpec.value_dim`` keys and values are one: k ``[num_tokens, 1,
+head_dim]``, v its first ``value_dim`` elements, tensors ``[num_blocks, 1, tokens_per_block, 1, width]``.
+
+Where the cache's form is not exact (``PagedKv.is_exact``), every token is attended as the cache holds it, those of this
+step too: what a token sees depends neither on chunks nor on reuse.
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.ops.torch_ops import TorchOps
 
 IntArray = npt.NDArray[Any]
@@ -84,7 +88,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: PagedKv, sinks: Tensor | None = None
     ) -> Tensor:
         """Write k and v into the blocks, then attend. ``sinks [num_heads]``: the learned scores of ``has_sinks``.
 

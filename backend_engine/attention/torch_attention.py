@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backend_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.attention.torch_pieces import Piece, PoolRows, fresh_parts, make_pieces, part_len
 from backend_engine.attention.torch_scores import attend, find_fused_with_sums
 from backend_engine.ops.torch_ops import TorchOps
@@ -45,7 +46,7 @@ class TorchAttention(AttentionBackend):
         self._pieces = make_pieces(metadata, self._device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: PagedKv, sinks: Tensor | None = None
     ) -> Tensor:
         assert (sinks is not None) == spec.has_sinks, f"layer {spec.layer_idx}: has_sinks is {spec.has_sinks}"
         self._append(k, v, spec, kv)
@@ -57,33 +58,29 @@ class TorchAttention(AttentionBackend):
             out[piece.tokens] = self._attend(piece, q[piece.tokens], k, v, spec, kv, sinks)
         return out
 
-    def _append(self, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor) -> None:
+    def _append(self, k: Tensor, v: Tensor, spec: AttentionSpec, kv: PagedKv) -> None:
         """Write this step's tokens into the pool."""
         assert self._metadata is not None, "forward before prepare"
-        num_planes = kv.shape[1]
-        assert num_planes == (2 if spec.value_dim is None else 1), f"layer {spec.layer_idx}: pool {tuple(kv.shape)}"
+        num_planes = kv.num_planes
+        assert num_planes == (2 if spec.value_dim is None else 1), f"layer {spec.layer_idx}: {num_planes} planes"
         if self._fresh_parts is not None:
-            self._parts(kv).index_fill_(0, self._fresh_parts.of(num_planes), 0)
+            kv.clear(self._fresh_parts.of(num_planes), self._part_len)
         if num_planes not in self._new_rows:
             slots, tokens_per_block = self._metadata.slot_mapping, self._metadata.tokens_per_block
             self._new_rows[num_planes] = self._ops.kv_rows(slots, tokens_per_block, num_planes)
-        self._ops.append_kv(k, v, kv, self._new_rows[num_planes])
-
-    def _parts(self, kv: Tensor) -> Tensor:
-        """The pool of a layer as ``[num_parts, part_len, num_kv_heads, head_dim]``."""
-        return kv.view(-1, self._part_len, *kv.shape[3:])
+        kv.append(self._ops, k, v, self._new_rows[num_planes])
 
     def _attend(
-        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: Tensor, sinks: Tensor | None
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kv: PagedKv, sinks: Tensor | None
     ) -> Tensor:
         """q ``[n * q_len, num_heads, head_dim]`` of this piece against its keys -> the same number of values."""
         num_rows, heads, dim = len(piece.kv_lens), spec.num_kv_heads, spec.head_dim
-        if piece.pool_rows is None:
+        if piece.is_whole and kv.is_exact(k.dtype):
             keys = k[piece.tokens].unsqueeze(0)
             values = v[piece.tokens].unsqueeze(0) if spec.value_dim is None else keys
         else:
-            gathered = self._parts(kv).index_select(0, piece.pool_rows.of(kv.shape[1]))
-            planes = gathered.view(kv.shape[1], num_rows, -1, heads, dim)[:, :, : piece.kv_len].unbind(0)
+            gathered = kv.gather(piece.pool_rows.of(kv.num_planes), self._part_len, q.dtype)
+            planes = gathered.view(kv.num_planes, num_rows, -1, heads, dim)[:, :, : piece.kv_len].unbind(0)
             keys, values = planes[0], planes[-1]
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         mask = piece.mask(spec.sliding_window, q.dtype)

@@ -45,7 +45,7 @@ class Piece:
     """Rows that are computed together: ``n`` rows of ``q_len`` new tokens, keys padded to ``kv_len``.
 
     ``tokens``: a slice of the step's tokens, or their indices ``[n]`` when q_len is 1. ``pool_rows``: where the parts
-    of the texts lie; ``None`` when k and v of this step are all there is. ``masks``: additive masks by window, made
+    of the texts lie. ``is_whole``: k and v of this step are all there is. ``masks``: additive masks by window, made
     when a layer first asks.
     """
 
@@ -53,7 +53,8 @@ class Piece:
     q_len: int
     kv_len: int
     kv_lens: IntArray
-    pool_rows: PoolRows | None
+    pool_rows: PoolRows
+    is_whole: bool
     device: torch.device
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
@@ -119,11 +120,10 @@ def upload(array: IntArray, device: torch.device) -> Tensor:
 
 def _long_piece(metadata: AttentionMetadata, row: int, start: int, device: torch.device) -> Piece:
     q_len, kv_len = int(metadata.q_lens_host[row]), int(metadata.kv_lens_host[row])
-    pool_rows = None
-    if kv_len > q_len:
-        parts = np.arange(-(-kv_len // part_len(metadata.tokens_per_block)))
-        pool_rows = PoolRows(metadata, np.array([row]), parts[None], device)
-    return Piece(slice(start, start + q_len), q_len, kv_len, metadata.kv_lens_host[row : row + 1], pool_rows, device)
+    parts = np.arange(-(-kv_len // part_len(metadata.tokens_per_block)))
+    pool_rows = PoolRows(metadata, np.array([row]), parts[None], device)
+    kv_lens = metadata.kv_lens_host[row : row + 1]
+    return Piece(slice(start, start + q_len), q_len, kv_len, kv_lens, pool_rows, kv_len == q_len, device)
 
 
 def _short_piece(
@@ -138,7 +138,7 @@ def _short_piece(
     pool_rows = PoolRows(metadata, rows, np.where(is_padding, 0, parts), device)
     in_order = is_only and bool(np.all(np.diff(tokens) == 1))
     where = slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else upload(tokens, device)
-    return Piece(where, 1, kv_len, kv_lens, pool_rows, device)
+    return Piece(where, 1, kv_len, kv_lens, pool_rows, False, device)
 
 
 def _group_by_length(rows: IntArray, kv_lens: IntArray) -> list[IntArray]:

@@ -5,7 +5,7 @@ its names of tensors are what the families read. Data only; opening the tensors 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from backend_engine.checkpoint.tensor_reader import TensorReader
 @dataclass(frozen=True)
 class Checkpoint:
     """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo`` or ``megatron``. config: config.json, or
-    what stands for it. generation: generation_config.json, empty without one. open_tensors: the readers of its files,
+    what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the readers of its files,
     each tensor in one of them. origin: in what its config was found, for messages.
     """
 
@@ -23,5 +23,5 @@ class Checkpoint:
     kind: str
     config: Mapping[str, Any]
     open_tensors: Callable[[], list[TensorReader]]
-    generation: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] | None = None
     origin: str = "config.json"

@@ -1,27 +1,36 @@
-"""A Hugging Face model folder: its JSON files and which safetensors files hold the weights.
+"""A Hugging Face model folder as a ``Checkpoint``: its JSON files, and which files hold the weights.
 
-Used by ``config/resolve.py``'s caller and by the weight loader. Reads no tensor; every fault of the folder is a
-one-line ``ModelLoadError`` that names the file.
+Called by ``open_checkpoint.py``. Reads no tensor; every fault of the folder is a one-line ``ModelLoadError`` that names
+the file.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backend_engine.config.sampling_defaults import SamplingDefaults
+from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.errors import ModelLoadError
+from backend_engine.plugins.catalog import TENSOR_READERS
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+if TYPE_CHECKING:  # readers need torch, which whoever only reads configurations does without
+    from backend_engine.checkpoint.tensor_reader import TensorReader
+
+CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 
-class GenerationDefaults(NamedTuple):
-    """``end_ids``: every token id that ends a text, in the order found. ``pad_id``: ``None`` when not stated."""
+class WeightNames(NamedTuple):
+    """How files of weights are called: one file, or the index of several."""
 
-    end_ids: tuple[int, ...]
-    pad_id: int | None
+    single: str
+    of_index: str
+
+
+SAFETENSORS = WeightNames("model.safetensors", "model.safetensors.index.json")
+TORCH = WeightNames("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def _folder(model_dir: str | os.PathLike[str]) -> Path:
@@ -29,7 +38,9 @@ def _folder(model_dir: str | os.PathLike[str]) -> Path:
     if not folder.exists():
         raise ModelLoadError(f"model folder {folder} does not exist; expected a Hugging Face model folder")
     if not folder.is_dir():
-        raise ModelLoadError(f"model folder {folder} is not a folder; expected a Hugging Face model folder")
+        raise ModelLoadError(
+            f"model folder {folder} is not a folder; expected a Hugging Face model folder, or a file named .gguf or .nemo"
+        )
     return folder
 
 
@@ -52,91 +63,91 @@ def _read_object(path: Path) -> dict[str, Any]:
 def read_hf_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """config.json of the folder as it is. Raises ``ModelLoadError``."""
     folder = _folder(model_dir)
-    path = folder / "config.json"
+    path = folder / CONFIG_FILE
     if not path.exists():
         if not any(folder.iterdir()):
-            raise ModelLoadError(f"model folder {folder} is empty; expected config.json and {SINGLE_FILE}")
+            raise ModelLoadError(f"model folder {folder} is empty; expected config.json and {SAFETENSORS.single}")
         raise ModelLoadError(f"model folder {folder} has no config.json; expected a Hugging Face model folder")
     return _read_object(path)
 
 
-def read_generation_config(model_dir: str | os.PathLike[str]) -> GenerationDefaults:
-    """End ids and pad id: those of generation_config.json, where it states none those of config.json.
-
-    There its ``text_config``, which models that also see or hear have, comes last.
-    """
-    folder = _folder(model_dir)
-    config = read_hf_config(folder)
-    sources = [("config.json", config)]
-    if isinstance(config.get("text_config"), dict):
-        sources.append(("config.json: text_config", config["text_config"]))
-    generation = folder / GENERATION_FILE
-    if generation.exists():
-        sources.insert(0, (generation.name, _read_object(generation)))
-    end_ids: tuple[int, ...] = ()
-    pad_id: int | None = None
-    for name, values in sources:
-        end_ids = end_ids or _ids(name, "eos_token_id", values.get("eos_token_id"))
-        pads = _ids(name, "pad_token_id", values.get("pad_token_id"))
-        if pad_id is None and pads:
-            pad_id = pads[0]
-    return GenerationDefaults(end_ids, pad_id)
-
-
-def read_sampling_defaults(model_dir: str | os.PathLike[str]) -> SamplingDefaults:
-    """What generation_config.json recommends. Raises ``ModelLoadError`` when it is missing or out of range."""
-    path = _folder(model_dir) / GENERATION_FILE
-    if not path.exists():
-        raise ModelLoadError(
-            f"model folder {path.parent} has no {GENERATION_FILE}, and generation_config is model; expected the file, "
-            "or generation_config ignore"
-        )
-    return SamplingDefaults.of(_read_object(path), str(path))
-
-
-def _ids(file: str, key: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise ModelLoadError(f"{file}: {key} is {value!r}; expected an integer or a list of integers")
-    return tuple(dict.fromkeys(ids))
-
-
-def architecture(config: dict[str, Any]) -> str:
-    """The model class that config.json names. Raises ``ModelLoadError`` when it names none or several."""
+def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> str:
+    """The model class that the configuration names. Raises ``ModelLoadError`` when it names none or several."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ModelLoadError(f"config.json: architectures is {names!r}; expected a list of one model class name")
+        raise ModelLoadError(f"{origin}: architectures is {names!r}; expected a list of one model class name")
     return names[0]
 
 
-def stated_dtype(config: dict[str, Any]) -> str | None:
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
     """The dtype that config.json states for the weights, such as ``bfloat16``; ``None`` when it states none."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if isinstance(dtype, str) else None
 
 
-def weight_files(model_dir: str | os.PathLike[str]) -> dict[Path, frozenset[str] | None]:
-    """The safetensors files, sorted, each with the tensors its index lists for it (``None`` without an index)."""
+def open_hf_folder(model_dir: str | os.PathLike[str]) -> Checkpoint:
+    """The folder's configuration, and its weights once somebody asks for them."""
     folder = _folder(model_dir)
-    single = folder / SINGLE_FILE
-    if single.exists():
-        return {single: None}
-    index_path = folder / INDEX_FILE
-    if not index_path.exists():
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f"; {others[0]} is of a kind that is not read" if others else ""
-        raise ModelLoadError(f"model folder {folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE}{hint}")
+    config = read_hf_config(folder)
+    apart = folder / MODELOPT_FILE
+    if config.get("quantization_config") is None and apart.exists():
+        # Older exports of ModelOpt keep it in a file of its own.
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **_read_object(apart)}}
+    generation = folder / GENERATION_FILE
+    return Checkpoint(
+        folder,
+        "hugging_face",
+        config,
+        lambda: _open_readers(folder),
+        _read_object(generation) if generation.exists() else None,
+    )
+
+
+def _open_readers(folder: Path) -> "list[TensorReader]":
+    files = weight_files(folder)
+    readers: list[TensorReader] = [TENSOR_READERS.get(path.suffix)(path) for path in files]
+    for reader, listed in zip(readers, files.values(), strict=True):
+        absent = sorted((listed or frozenset()) - set(reader.names()))
+        if absent:
+            more = f" (nor {len(absent) - 1} more)" if len(absent) > 1 else ""
+            index = SAFETENSORS.of_index if reader.path.suffix == ".safetensors" else TORCH.of_index
+            raise ModelLoadError(f"{reader.path} does not hold tensor {absent[0]}{more}, which {index} lists for it")
+    return readers
+
+
+def weight_files(model_dir: str | os.PathLike[str]) -> dict[Path, frozenset[str] | None]:
+    """The files with weights, sorted, each with the tensors its index lists for it (``None`` without an index).
+
+    Safetensors files come first; only a folder without any is read from PyTorch's own.
+    """
+    folder = _folder(model_dir)
+    for names in (SAFETENSORS, TORCH):
+        if (folder / names.single).exists():
+            return {folder / names.single: None}
+        if (folder / names.of_index).exists():
+            return _indexed_files(folder / names.of_index)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+    hint = f"; {others[0]} has none of these names" if others else ""
+    expected = ", ".join((*SAFETENSORS, *TORCH))
+    raise ModelLoadError(f"model folder {folder} has no weights: expected one of {expected}{hint}")
+
+
+def _indexed_files(index_path: Path) -> dict[Path, frozenset[str] | None]:
     weight_map = _read_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index_path}: weight_map is missing or empty; expected an object of tensor: file")
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelLoadError(f"{index_path}: weight_map gives {tensor} the file {file!r}; expected a file name")
-        files.setdefault(folder / file, set()).add(tensor)
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in TENSOR_READERS:
+            endings = " or ".join(TENSOR_READERS.names())
+            raise ModelLoadError(
+                f"{index_path}: weight_map gives {tensor} the file {file!r}; expected a file name that ends in "
+                f"{endings}"
+            )
+        files.setdefault(index_path.parent / file, set()).add(tensor)
     for path in files:
         if not path.exists():
-            raise ModelLoadError(f"{path} does not exist, but {INDEX_FILE} lists it with {len(files[path])} tensors")
+            raise ModelLoadError(
+                f"{path} does not exist, but {index_path.name} lists it with {len(files[path])} tensors"
+            )
     return {path: frozenset(files[path]) for path in sorted(files)}

@@ -1,123 +1,173 @@
 """Loading weights: a stream of checkpoint tensors, through the family's rules, into parameters.
 
-Used while a model is built. Strict: every tensor is used once and every parameter filled once, which is
-checked from the files' headers before anything is copied. Each refusal is a one-line ``ModelLoadError``.
+Used while a model is built. Strict: every tensor is used once and every parameter filled once, which is checked from
+the files' headers before anything is copied. Packed weights keep their form. Each refusal is a one-line
+``ModelLoadError``.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from backend_engine.checkpoint.hf_folder import INDEX_FILE, weight_files
-from backend_engine.checkpoint.safetensors_reader import SafetensorsReader
+from backend_engine.checkpoint.kv_scales import find_kv_scales, read_kv_scales
+from backend_engine.checkpoint.stored_weights import StoredWeights, missing
 from backend_engine.errors import ModelLoadError
 from backend_engine.models.weight_plan import Plan, plan
-from backend_engine.models.weight_rules import Copy, LoadTarget, Rule, Source
+from backend_engine.models.weight_rules import Copy, LoadTarget, Rule
+from backend_engine.quantization.packed import Packed, PackedPart
+from backend_engine.quantization.quant_method import WeightedLayer
+from backend_engine.quantization.schemes.plain import Plain
+from backend_engine.quantization.weight_scheme import WeightScheme
 
 # Tensors done, tensors in all, name of the one just done.
 Progress = Callable[[int, int, str], None]
 
 
+class LoadReport(NamedTuple):
+    """with_nan: tensors of the checkpoint that hold NaN, in the order read: a model with such weights is loaded, but
+    what it says is worth little. kv_scales: the scales of K and V in a layer's cache, where the checkpoint has them.
+    """
+
+    with_nan: tuple[str, ...]
+    kv_scales: Mapping[int, tuple[float, float]]
+
+
 def load_weights(
-    model_dir: str | os.PathLike[str],
+    stored: StoredWeights,
     targets: Mapping[str, LoadTarget],
     rules: Sequence[Rule],
+    where: str,
     progress: Progress | None = None,
-) -> list[str]:
-    """Fill every target from the folder's safetensors files, converting to the target's dtype and device.
+) -> LoadReport:
+    """Fill every target; plain tensors are converted to its dtype, packed ones give a layer its form.
 
-    Returns the checkpoint tensors that hold NaN, in the order read: a model with such weights is loaded, but what it
-    says is worth little.
+    ``where``: what messages call the checkpoint.
     """
-    readers = _open(weight_files(model_dir))
-    todo = plan(rules, targets, readers)
-    _check(todo, readers, model_dir)
-    faulty = []
+    todo = check_weights(stored, targets, rules, where)
+    _choose_forms(todo, stored, targets)
+    with_nan: list[str] = []
     # Duplicates last: what they must equal has been filled by then.
-    names = sorted(readers, key=lambda name: name in todo.duplicates)
+    names = [*todo.copies, *(name for name in todo.duplicates if name in stored)]
     for done, name in enumerate(names, start=1):
         if name in todo.copies:
-            tensor = readers[name].read(name)
-            if _has_nan(tensor):
-                faulty.append(name)
-            for copy in todo.copies[name]:
-                others = (readers[source.name].read(source.name) for source in copy.sources[1:])
-                _fill(targets[copy.parameter].tensor, copy, (tensor, *others))
-        elif name in todo.duplicates:
-            _compare(readers[name], name, todo.duplicates[name], targets)
+            with_nan += _fill_from(todo.copies[name], stored, targets)
+        else:
+            _compare(stored, name, todo.duplicates[name], targets)
         if progress is not None:
             progress(done, len(names), name)
-    return faulty
+    return LoadReport(tuple(with_nan), read_kv_scales(stored.files, find_kv_scales(stored.files)))
 
 
-def _open(files: Mapping[Path, frozenset[str] | None]) -> dict[str, SafetensorsReader]:
-    """The file of each tensor, files checked against the index."""
-    readers: dict[str, SafetensorsReader] = {}
-    for path, listed in files.items():
-        reader = SafetensorsReader(path)
-        names = reader.names()
-        for name in names:
-            if name in readers:
-                raise ModelLoadError(f"tensor {name} is in two files, {readers[name].path.name} and {path.name}")
-            readers[name] = reader
-        absent = sorted(listed - set(names)) if listed is not None else []
-        if absent:
-            raise ModelLoadError(f"{path} does not hold {_list(absent)}, which {INDEX_FILE} lists for it")
-    return readers
-
-
-def _list(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
-    return f"tensor {names[0]}" + (f" (nor {len(names) - 1} more)" if len(names) > 1 else "")
-
-
-def _check(todo: Plan, readers: Mapping[str, SafetensorsReader], model_dir: str | os.PathLike[str]) -> None:
-    """Compare what the model needs with what the files' headers say."""
+def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rules: Sequence[Rule], where: str) -> Plan:
+    """Compare what the model needs with what the files' headers say; reads no weight. Returns how they would be filled."""
+    todo = plan(rules, targets, stored)
     all_copies = [copy for copies in todo.copies.values() for copy in copies]
-    needed = {source.name: (source, copy) for copy in all_copies for source in copy.sources}
-    missing = [name for name in needed if name not in readers]
-    if missing:
-        parameter = needed[missing[0]][1].parameter
-        raise ModelLoadError(
-            f"checkpoint {model_dir} does not hold {_list(missing)}, which parameter {parameter} needs"
-        )
-    for name, reader in readers.items():
-        if name in needed:
-            _check_source(needed[name][0], reader)
-        elif name not in todo.duplicates and not any(pattern.fullmatch(name) for pattern in todo.ignored):
-            shape, _ = reader.describe(name)
+    absent = [copy for copy in all_copies if copy.source.name not in stored]
+    if absent:
+        raise missing(list(dict.fromkeys(copy.source.name for copy in absent)), absent[0].parameter, where)
+    used = {name for names in find_kv_scales(stored.files).values() for name in names}
+    for copy in all_copies:
+        stored.check(copy)
+        used.update(stored.tensors_of(copy))
+    for name in stored.files:
+        is_expected = name in used or name in todo.duplicates
+        if not is_expected and not any(pattern.fullmatch(name) for pattern in todo.ignored):
+            shape = list(stored.files.describe(name).shape)
             raise ModelLoadError(
-                f"{reader.path.name}: tensor {name}, shape {list(shape)}, has no place in the model that config.json "
-                "describes"
+                f"{stored.files.file_of(name)}: tensor {name}, shape {shape}, has no place in the model that "
+                "config.json describes"
             )
+    return todo
 
 
-def _check_source(source: Source, reader: SafetensorsReader) -> None:
-    shape, dtype = reader.describe(source.name)
-    where = f"{reader.path.name}: tensor {source.name}"
-    if shape != source.shape:
-        raise ModelLoadError(f"{where} has shape {list(shape)}; config.json asks for {list(source.shape)}")
-    if dtype not in source.dtypes:
-        raise ModelLoadError(f"{where} has dtype {dtype}; expected one of {', '.join(source.dtypes)}")
+def _choose_forms(todo: Plan, stored: StoredWeights, targets: Mapping[str, LoadTarget]) -> None:
+    """Tell every layer how its weight is kept: plain if all of its sources are, else part by part."""
+    by_parameter: dict[str, list[Copy]] = {}
+    for copies in todo.copies.values():
+        for copy in copies:
+            by_parameter.setdefault(copy.parameter, []).append(copy)
+    for parameter, copies in by_parameter.items():
+        layer = targets[parameter].layer
+        if layer is None:
+            continue
+        copies.sort(key=lambda copy: copy.start)
+        schemes = [_scheme(copy, stored) for copy in copies]
+        if any(schemes):
+            plain = Plain(layer.options.dtype)
+            layer.store_as(Packed([scheme or plain for scheme in schemes], [copy.rows for copy in copies]))
+        elif layer.weight is None:
+            layer.store_as(layer.quant.for_plain_weights())
+
+
+def _scheme(copy: Copy, stored: StoredWeights) -> WeightScheme | None:
+    packing = stored.format_of(copy.source.name)
+    return None if packing is None else packing.scheme
+
+
+def _fill_from(copies: Sequence[Copy], stored: StoredWeights, targets: Mapping[str, LoadTarget]) -> list[str]:
+    """Read one source and fill all that is made of it. Returns its name if it holds NaN."""
+    name = copies[0].source.name
+    tensors = stored.read(copies[0])
+    if stored.format_of(name) is None:
+        (plain,) = tensors.values()
+        for copy in copies:
+            _fill_plain(targets[copy.parameter], copy, copy.pick(plain))
+    else:
+        components = stored.unpack(copies[0], tensors)
+        for copy in copies:
+            _fill_packed(targets[copy.parameter], copy, components)
+    with_nan = [name for tensor in tensors.values() if _has_nan(tensor)]
+    for full_name, tensor in zip(stored.tensors_of(copies[0]), tensors.values(), strict=True):
+        stored.files.release(full_name, tensor)
+    return with_nan[:1]
+
+
+def _fill_plain(target: LoadTarget, copy: Copy, rows: Tensor) -> None:
+    layer = target.layer
+    if layer is not None and layer.packed_parts:
+        part = _part(layer, copy)
+        rows_of_part = part.tensors["weight"]
+        rows_of_part[copy.start - part.start : copy.start - part.start + copy.rows].copy_(rows)
+        return
+    tensor = target.tensor if layer is None else layer.weight
+    assert tensor is not None, copy.parameter
+    tensor[copy.start : copy.start + copy.rows].copy_(rows)
+
+
+def _fill_packed(target: LoadTarget, copy: Copy, components: Mapping[str, Tensor]) -> None:
+    assert target.layer is not None, f"{copy.parameter} cannot be packed"
+    part = _part(target.layer, copy)
+    described = part.scheme.components(target.shape[1])
+    for name, component in described.items():
+        if component.per_row:
+            first = copy.start - part.start
+            part.tensors[name][first : first + copy.rows].copy_(copy.pick_packed(components[name]))
+        else:
+            part.tensors[name].copy_(components[name])
+
+
+def _part(layer: WeightedLayer, copy: Copy) -> PackedPart:
+    """The part that holds the rows of ``copy``."""
+    return next(part for part in layer.packed_parts if part.start <= copy.start < part.start + part.num_rows)
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    # A sum is NaN if a value is (or if infinities of both signs meet, which the second look tells apart).
-    return tensor.is_floating_point() and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+    # A sum is NaN if a value is (or if infinities of both signs meet, which the second look tells apart). Eight-bit
+    # floats cannot be summed up.
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        return False
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
-def _fill(target: Tensor, copy: Copy, tensors: Sequence[Tensor]) -> None:
-    target[copy.start : copy.start + copy.rows].copy_(copy.pick(*tensors))
-
-
-def _compare(reader: SafetensorsReader, name: str, parameter: str, targets: Mapping[str, LoadTarget]) -> None:
-    expected = targets[parameter].tensor
-    found = reader.read(name)
-    if found.shape != expected.shape or not torch.equal(found.to(expected), expected):
+def _compare(stored: StoredWeights, name: str, parameter: str, targets: Mapping[str, LoadTarget]) -> None:
+    """Refuse a tensor that differs from the parameter that it is a copy of."""
+    target = targets[parameter]
+    expected = target.tensor if target.layer is None else target.layer.weight
+    found = stored.files.read(name)
+    if expected is None or found.shape != expected.shape or not torch.equal(found.to(expected), expected):
         raise ModelLoadError(
-            f"{reader.path.name}: tensor {name} differs from the tensor of parameter {parameter}, but config.json "
-            "says that they are tied; set tie_word_embeddings to false if they are meant to differ"
+            f"{stored.files.file_of(name)}: tensor {name} differs from the tensor of parameter {parameter}, but "
+            "config.json says that they are tied; set tie_word_embeddings to false if they are meant to differ"
         )

@@ -6,11 +6,12 @@ The loader reads through it; each kind of file is one reader. Names and shapes a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from backend_engine.core.tensor_info import TensorInfo
+
+if TYPE_CHECKING:  # whoever only reads configurations does without torch
+    from torch import Tensor
 
 
 class TensorReader(ABC):
@@ -27,10 +28,10 @@ class TensorReader(ABC):
         """Shape and dtype, without reading the tensor."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """The tensor, on the CPU; its memory may be the mapped file's and is not to be written."""
 
-    def release(self, tensor: Tensor) -> None:
+    def release(self, tensor: "Tensor") -> None:
         """Told that a tensor of ``read`` is not needed any more, so that mapped memory can be given back."""
         return
 
@@ -39,7 +40,7 @@ class MadeTensor(NamedTuple):
     """A tensor that is made when it is read: shape and dtype as ``TensorInfo`` has them, and the making."""
 
     info: TensorInfo
-    make: Callable[[], Tensor]
+    make: Callable[[], "Tensor"]
 
 
 class MadeTensors(TensorReader):
@@ -55,7 +56,7 @@ class MadeTensors(TensorReader):
     def describe(self, name: str) -> TensorInfo:
         return self._tensors[name].info
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         tensor = self._tensors[name].make()
         info = self._tensors[name].info
         assert tuple(tensor.shape) == info.shape, f"{self.path}: {name} was made as {tuple(tensor.shape)}, not {info}"

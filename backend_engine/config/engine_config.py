@@ -12,7 +12,8 @@ class KvCacheConfig:
     share of the memory left after the weights (GPU; on a CPU at most a quarter of the process's memory is taken).
     enable_block_reuse: keep finished blocks and reuse them for prompts with the same beginning. layout: ``paged``, or
     ``contiguous`` (one run of ``max_seq_len`` tokens a request, no reuse). max_attention_window: most recent tokens a
-    layer sees, one value a layer, repeated over the layers; ``None`` = the model's own windows.
+    layer sees, one value a layer, repeated over the layers; ``None`` = the model's own windows. dtype: format of its
+    numbers, a name of ``KV_FORMATS``, or ``auto``: what the checkpoint was made for, else the model's dtype.
     """
 
     tokens_per_block: int | None = None
@@ -21,6 +22,7 @@ class KvCacheConfig:
     enable_block_reuse: bool = True
     layout: str = "paged"
     max_attention_window: tuple[int, ...] | None = None
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True)

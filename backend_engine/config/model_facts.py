@@ -7,6 +7,7 @@ class ModelFacts(NamedTuple):
     """max_positions: longest text the model was made for, ``None`` = not stated. dtype: the checkpoint's, as stated.
     elements_per_token: numbers that the cache keeps for a token over all layers. state_bytes: what it keeps for a
     block beside that, the recurrent state. model_backend: whose modules it is made of, a name of ``MODEL_BACKENDS``.
+    kv_cache_dtype: format of the KV cache that the checkpoint was made for, a name of ``KV_FORMATS``, ``None`` = none.
     """
 
     max_positions: int | None = None
@@ -14,3 +15,4 @@ class ModelFacts(NamedTuple):
     elements_per_token: int = 0
     state_bytes: int = 0
     model_backend: str = "native"
+    kv_cache_dtype: str | None = None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig, KvCacheConfig, SchedulerConfig
+from backend_engine.config.kv_formats import KV_FORMATS
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.config.sampling_defaults import GENERATION_CONFIGS
 from backend_engine.errors import ConfigError
@@ -23,7 +24,6 @@ UNBOUNDED_MAX_SEQ_LEN = 8192
 TOKENS_PER_BLOCK = 32
 STATES_PER_REQUEST = 16
 """Blocks of the longest request of a model that keeps a state in each block and nothing else."""
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class DeviceInfo(NamedTuple):
@@ -172,10 +172,12 @@ def _kv_cache(
     kv_cache: KvCacheConfig, model: ModelFacts, dtype: str, max_seq_len: int, reasons: list[str]
 ) -> KvCacheConfig:
     _check_name("layout", kv_cache.layout, KV_LAYOUTS)
+    kv_dtype = _choose(kv_cache.dtype, "kv_cache_dtype", tuple(KV_FORMATS)) or _kv_dtype(model, dtype, reasons)
+    kv_cache = dataclasses.replace(kv_cache, dtype=kv_dtype)
     if kv_cache.layout == "contiguous":
         kv_cache = _contiguous(kv_cache, max_seq_len, reasons)
     else:
-        kv_cache = _paged(kv_cache, model, dtype, max_seq_len, reasons)
+        kv_cache = _paged(kv_cache, model, max_seq_len, reasons)
     if not 0 < kv_cache.free_gpu_memory_fraction <= 1:
         raise ConfigError(
             f"free_gpu_memory_fraction {kv_cache.free_gpu_memory_fraction} is out of range; it must be in (0, 1]"
@@ -192,15 +194,21 @@ def _kv_cache(
     return kv_cache
 
 
-def _paged(
-    kv_cache: KvCacheConfig, model: ModelFacts, dtype: str, max_seq_len: int, reasons: list[str]
-) -> KvCacheConfig:
+def _kv_dtype(model: ModelFacts, dtype: str, reasons: list[str]) -> str:
+    if model.kv_cache_dtype is not None:
+        reasons.append(f"kv_cache_dtype {model.kv_cache_dtype}: the checkpoint was made for it")
+        return model.kv_cache_dtype
+    reasons.append(f"kv_cache_dtype {dtype}: the model's dtype")
+    return dtype
+
+
+def _paged(kv_cache: KvCacheConfig, model: ModelFacts, max_seq_len: int, reasons: list[str]) -> KvCacheConfig:
     size = kv_cache.tokens_per_block
     if size is None:
         size = TOKENS_PER_BLOCK
         if model.state_bytes:
             longest = max_seq_len if kv_cache.max_tokens is None else min(max_seq_len, kv_cache.max_tokens)
-            size = min(_tokens_beside_a_state(model, dtype, max_seq_len), longest)
+            size = min(_tokens_beside_a_state(model, kv_cache.dtype, max_seq_len), longest)
             reasons.append(
                 f"tokens_per_block {size}: each block also holds recurrent states, {model.state_bytes} bytes, "
                 "which take as much memory as many tokens"
@@ -214,12 +222,12 @@ def _paged(
     return dataclasses.replace(kv_cache, tokens_per_block=size)
 
 
-def _tokens_beside_a_state(model: ModelFacts, dtype: str, max_seq_len: int) -> int:
+def _tokens_beside_a_state(model: ModelFacts, kv_dtype: str, max_seq_len: int) -> int:
     """Tokens of a block, a multiple of the usual number, whose keys and values take no less than the block's states.
 
     Without keys and values it is what the longest request fills ``STATES_PER_REQUEST`` times.
     """
-    token_bytes = model.elements_per_token * _ELEMENT_BYTES[dtype]
+    token_bytes = model.elements_per_token * KV_FORMATS[kv_dtype].element_bytes
     least = -(-model.state_bytes // token_bytes) if token_bytes else -(-max_seq_len // STATES_PER_REQUEST)
     return -(-least // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
 

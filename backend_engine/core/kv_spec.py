@@ -15,9 +15,11 @@ class KvSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
-        """Bytes that K and V of a block's tokens take in this layer."""
-        return 2 * self.num_kv_heads * self.head_dim * element_bytes * tokens_per_block
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes that K and V of a block's tokens take in this layer; ``scale_bytes``: of each head and token beside
+        its elements.
+        """
+        return 2 * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes) * tokens_per_block
 
 
 class LatentSpec(NamedTuple):
@@ -27,9 +29,10 @@ class LatentSpec(NamedTuple):
 
     dim: int
 
-    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
-        """Bytes that the vectors of a block's tokens take in this layer."""
-        return self.dim * element_bytes * tokens_per_block
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes that the vectors of a block's tokens take in this layer; ``scale_bytes``: of each, beside its elements.
+        """
+        return (self.dim * element_bytes + scale_bytes) * tokens_per_block
 
 
 class StateSpec(NamedTuple):
@@ -39,7 +42,7 @@ class StateSpec(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
 
-    def bytes_per_block(self, tokens_per_block: int, element_bytes: int) -> int:
+    def bytes_per_block(self, tokens_per_block: int, element_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes that one state takes; neither the number of tokens nor the cache's dtype matters."""
         return _STATE_ELEMENT_BYTES * sum(math.prod(shape) for shape in self.shapes)
 

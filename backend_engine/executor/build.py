@@ -11,9 +11,11 @@ import torch
 
 from backend_engine import envs
 from backend_engine.admission import AdmissionLimits
-from backend_engine.checkpoint.hf_folder import read_generation_config, read_sampling_defaults
+from backend_engine.checkpoint.generation_config import generation_defaults, sampling_defaults
+from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig
+from backend_engine.config.kv_formats import KV_FORMATS
 from backend_engine.config.resolve import DeviceInfo, resolve
 from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.decoder.decoder import Decoder
@@ -26,7 +28,7 @@ from backend_engine.executor.step_dump import NoDump, StepDump
 from backend_engine.executor.watchdog import automatic_step_timeout_s
 from backend_engine.kv_cache import sizing
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
-from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
 from backend_engine.kv_cache.populate import populate_in_background
 from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
@@ -81,7 +83,7 @@ def create_engine(args: EngineArgs) -> Engine:
         kv_tokens_per_block=config.tokens_per_block,
         max_context_tokens=None if scheduler.enable_chunked_context else scheduler.max_num_tokens,
         positions_switch_at=loaded.traits.positions_switch_at,
-        end_ids=frozenset(read_generation_config(config.model_dir).end_ids),
+        end_ids=frozenset(generation_defaults(open_checkpoint(config.model_dir)).end_ids),
         sampling_defaults=_sampling_defaults(args),
     )
     _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, config)
@@ -91,7 +93,7 @@ def create_engine(args: EngineArgs) -> Engine:
 def _sampling_defaults(args: EngineArgs) -> SamplingDefaults:
     if args.generation_config == "ignore":
         return SamplingDefaults()
-    defaults = read_sampling_defaults(args.model)
+    defaults = sampling_defaults(open_checkpoint(args.model))
     _logger.info("requests that leave these unset take the model's: %s", defaults)
     return defaults
 
@@ -105,7 +107,8 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
     scheduler, kv_cache = config.scheduler, config.kv_cache
     max_blocks_per_request = -(-config.max_seq_len // config.tokens_per_block)
     options = loaded.options
-    pool = KVPool(loaded.traits.cache_specs, num_blocks, config.tokens_per_block, options.dtype, options.device)
+    kv_dtype = KV_DTYPES[kv_cache.dtype]
+    pool = KVPool(loaded.traits.cache_specs, num_blocks, config.tokens_per_block, kv_dtype, options.device)
     if config.device == "cpu":
         populate_in_background(pool, pool.memory_regions())
     limits = EngineLimits(scheduler.max_batch_size, scheduler.max_num_tokens, config.max_seq_len)
@@ -173,7 +176,7 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     """Size of the KV pool in blocks, from the memory there is."""
     kv_cache = config.kv_cache
     specs = loaded.traits.cache_specs
-    block_bytes = sizing.bytes_per_block(specs, loaded.options.dtype.itemsize, config.tokens_per_block)
+    block_bytes = sizing.bytes_per_block(specs, KV_FORMATS[kv_cache.dtype], config.tokens_per_block)
     max_batch_size = config.scheduler.max_batch_size
     if config.device == "cpu":
         memory = sizing.process_memory_bytes()
@@ -184,11 +187,12 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
         needed = sizing.num_blocks_needed(max_batch_size, config.max_seq_len, config.tokens_per_block)
         num_blocks = sizing.num_blocks(kv_cache, block_bytes, budget, needed)
     _logger.info(
-        "KV cache: %d %s of %d tokens, %.1f MB in %d layers",
+        "KV cache: %d %s of %d tokens, %.1f MB of %s in %d layers",
         num_blocks,
         "contiguous runs" if kv_cache.layout == "contiguous" else "blocks",
         config.tokens_per_block,
         num_blocks * block_bytes / 1e6,
+        kv_cache.dtype,
         len(specs),
     )
     return num_blocks

@@ -14,6 +14,16 @@ from backend_engine.core.kv_spec import CacheSpec, KvSpec, LatentSpec
 
 LayerTensors = torch.Tensor | tuple[torch.Tensor, ...]
 
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+"""Types of ``config/kv_formats.py``, the cache's formats by name."""
+
 
 class KVPool:
     """``num_blocks`` blocks of ``tokens_per_block`` tokens in every layer, zeroed; ids from 0."""
@@ -26,7 +36,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``dtype``: of keys and values; states are float32."""
+        """``dtype``: of keys and values, one of ``KV_DTYPES``; states are float32."""
         assert num_blocks > 0 and tokens_per_block > 0, (num_blocks, tokens_per_block)
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
@@ -39,8 +49,9 @@ class KVPool:
         """All layers in order.
 
         Keys and values: ``[num_blocks, 2, tokens_per_block, num_kv_heads, head_dim]``, index 0 of the second axis is K.
-        Latent vectors: ``[num_blocks, 1, tokens_per_block, 1, dim]``. States: one ``[num_blocks, *shape]`` for each of
-        ``StateSpec.shapes``.
+        Latent vectors: ``[num_blocks, 1, tokens_per_block, 1, dim]``. In int8 either is a pair, the codes and a float32
+        tensor of scales, one for each head of each token: the same axes without the last. States: one ``[num_blocks,
+        *shape]`` for each of ``StateSpec.shapes``.
         """
         return self._layers
 
@@ -61,10 +72,14 @@ class KVPool:
     def _create(self, spec: CacheSpec) -> LayerTensors:
         num_blocks, size = self.num_blocks, self.tokens_per_block
         if isinstance(spec, KvSpec):
-            return _zeros((num_blocks, 2, size, spec.num_kv_heads, spec.head_dim), self._dtype, self._device)
+            return self._vectors((num_blocks, 2, size, spec.num_kv_heads), spec.head_dim)
         if isinstance(spec, LatentSpec):
-            return _zeros((num_blocks, 1, size, 1, spec.dim), self._dtype, self._device)
+            return self._vectors((num_blocks, 1, size, 1), spec.dim)
         return tuple(_zeros((num_blocks, *shape), torch.float32, self._device) for shape in spec.shapes)
+
+    def _vectors(self, shape: tuple[int, ...], width: int) -> LayerTensors:
+        vectors = _zeros((*shape, width), self._dtype, self._device)
+        return (vectors, _zeros(shape, torch.float32, self._device)) if self._dtype == torch.int8 else vectors
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

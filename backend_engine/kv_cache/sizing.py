@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from backend_engine.config.engine_config import KvCacheConfig
+from backend_engine.config.kv_formats import KvFormat
 from backend_engine.core.kv_spec import CacheSpec
 from backend_engine.errors import ConfigError
 
@@ -15,9 +16,9 @@ CPU_MEMORY_SHARE = 4
 """On a CPU the cache takes at most one part in this many of the process's memory."""
 
 
-def bytes_per_block(specs: Sequence[CacheSpec], element_bytes: int, tokens_per_block: int) -> int:
-    """Bytes that one block takes over all layers."""
-    return sum(spec.bytes_per_block(tokens_per_block, element_bytes) for spec in specs)
+def bytes_per_block(specs: Sequence[CacheSpec], kv_format: KvFormat, tokens_per_block: int) -> int:
+    """Bytes that one block takes over all layers, scales included."""
+    return sum(spec.bytes_per_block(tokens_per_block, *kv_format) for spec in specs)
 
 
 def num_blocks_needed(max_batch_size: int, max_seq_len: int, tokens_per_block: int) -> int:

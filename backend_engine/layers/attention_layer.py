@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from backend_engine.attention.interface import AttentionSpec
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.core.kv_spec import KvSpec
 from backend_engine.layers.linear import Linear
 from backend_engine.layers.norm import NormDecl, create_norm
@@ -97,7 +98,7 @@ class AttentionLayer(nn.Module):
             qk = self._ops.apply_rope(qk, cos, sin)
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         cache = step.caches[spec.layer_idx]
-        assert isinstance(cache, Tensor), f"layer {spec.layer_idx} has no cache of keys and values"
+        assert isinstance(cache, PagedKv), f"layer {spec.layer_idx} has no cache of keys and values"
         heads = self._backend.forward(q, k, v, spec, cache, self.sinks)
         out: Tensor = self.o_proj(heads.reshape(num_tokens, -1))
         return out

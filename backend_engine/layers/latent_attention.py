@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backend_engine.attention.interface import AttentionSpec
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.core.kv_spec import LatentSpec
 from backend_engine.layers.linear import Linear
 from backend_engine.layers.norm import RMSNorm, RmsNormDecl
@@ -111,7 +112,7 @@ class LatentAttention(nn.Module):
         query = torch.cat((query, q_rope), -1)
         key = torch.cat((self.kv_a_norm(compressed).unsqueeze(1), k_rope), -1)
         cache = step.caches[self.spec.layer_idx]
-        assert isinstance(cache, Tensor), f"layer {self.spec.layer_idx} has no cache of compressed vectors"
+        assert isinstance(cache, PagedKv), f"layer {self.spec.layer_idx} has no cache of compressed vectors"
         attended = self._backend.forward(query, key, key[..., : decl.kv_rank], self.spec, cache)
         heads = torch.bmm(attended.transpose(0, 1), self._into_values).transpose(0, 1)
         out: Tensor = self.o_proj(heads.reshape(num_tokens, -1))

@@ -3,7 +3,8 @@
 Used by all layers and as the language model head. Never knows how its weight is stored.
 """
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
 
@@ -23,13 +24,15 @@ class Linear(WeightedLayer):
         bias: bool,
         head_dim: int = 1,
     ) -> None:
-        super().__init__()
+        self.out_features = sum(out_sizes)
+        super().__init__((self.out_features, in_features), options)
         self.head_dim = head_dim
         self.in_features = in_features
         self.out_sizes = out_sizes
-        self.out_features = sum(out_sizes)
-        self.quant = quant
-        quant.create_weights(self, (self.out_features, in_features), bias, options)
+        if bias:
+            empty = torch.empty(self.out_features, dtype=options.dtype, device=options.device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+        self.store_as(quant)
 
     def after_loading(self) -> None:
         """Prepare the weight for use; called once."""

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from backend_engine.attention.interface import AttentionBackend, AttentionMetadata
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.layers.state_plan import StatePlan
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.quantization.quant_method import QuantMethod, TensorOptions
 
-# One tensor of the pool for a layer that stores something for every token, several for a recurrent state.
-LayerCache = Tensor | tuple[Tensor, ...]
+# Keys and values for a layer that stores something for every token, the pool's tensors for a recurrent state.
+LayerCache = PagedKv | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,15 @@
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
 
 from backend_engine.attention.interface import AttentionBackend
+from backend_engine.attention.paged_kv import KvScales
+from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.models.model_source import ModelSource
@@ -32,7 +35,8 @@ class LoadOptions(NamedTuple):
 class LoadedModel:
     """A model with weights, the attention backend that its layers call, and what was odd about the checkpoint.
 
-    ``model(inputs, caches)`` gives float32 logits ``[num_logits, vocab_size]`` for ``ModelInputs`` and the pool.
+    ``model(inputs, caches)`` gives float32 logits ``[num_logits, vocab_size]`` for ``ModelInputs`` and the caches.
+    kv_scales: what the checkpoint brings for an fp8 KV cache, by the number of the layer; 1.0 where it brings none.
     """
 
     model: nn.Module
@@ -40,6 +44,7 @@ class LoadedModel:
     attention: AttentionBackend
     options: TensorOptions
     warnings: tuple[str, ...] = ()
+    kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
 
 
 class ModelBackend(ABC):
@@ -52,12 +57,12 @@ class ModelBackend(ABC):
         """
 
     @abstractmethod
-    def describe(self, source: ModelSource) -> ModelFacts:
+    def describe(self, source: ModelSource, checkpoint: Checkpoint) -> ModelFacts:
         """What is known of the model before it is loaded."""
 
     @abstractmethod
-    def load(self, source: ModelSource, options: LoadOptions) -> LoadedModel:
-        """Build the model that config.json describes and fill it from the folder's safetensors files.
+    def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+        """Build the model that ``source`` describes and fill it from the checkpoint's tensors.
 
         Raises ``ConfigError`` for an attention backend that cannot serve the model.
         """

@@ -3,12 +3,17 @@
 Called by the executor thread alone. Never looks at a request beyond its token ids, and decides nothing.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from backend_engine.attention.interface import IntArray
+from backend_engine.attention.paged_kv import KvScales, paged_kv
 from backend_engine.core.batch import SchedulerOutput
+from backend_engine.core.kv_spec import CacheSpec, StateSpec
 from backend_engine.errors import ConfigError
-from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.kv_cache.kv_pool import KVPool, LayerTensors
+from backend_engine.layers.parts import LayerCache
 from backend_engine.model_engine.model_backend import LoadedModel
 from backend_engine.model_engine.model_inputs import EngineLimits, ModelInputsBuilder
 from backend_engine.ops.step_logits import StepLogits
@@ -26,7 +31,9 @@ class ModelEngine:
                 f"rope_type 'dynamic') serve up to max_position_embeddings {exact_up_to}"
             )
         self._loaded = loaded
+        # Held, since the caches are views of its tensors.
         self._pool = pool
+        self._caches = layer_caches(loaded.traits.cache_specs, pool.layers, loaded.kv_scales)
         self._inputs = ModelInputsBuilder(limits, pool.tokens_per_block, loaded.options.device)
 
     @property
@@ -42,10 +49,24 @@ class ModelEngine:
         """
         inputs = self._inputs.build(output, block_tables)
         self._loaded.attention.prepare(inputs.attention)
-        logits: torch.Tensor = self._loaded.model(inputs, self._pool.layers)
+        logits: torch.Tensor = self._loaded.model(inputs, self._caches)
         num_next = len(output.logits_rows)
         if not inputs.context_logits:
             return StepLogits(logits)
         parts = torch.split(logits[num_next:], [count for _, count in inputs.context_logits])
         context = zip((request_id for request_id, _ in inputs.context_logits), parts, strict=True)
         return StepLogits(logits[:num_next], tuple(context))
+
+
+def layer_caches(
+    specs: Sequence[CacheSpec], layers: Sequence[LayerTensors], kv_scales: Mapping[int, KvScales]
+) -> list[LayerCache]:
+    """The pool's layers as models take them, in order; ``kv_scales``: see ``LoadedModel``."""
+    caches: list[LayerCache] = []
+    for i, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
+        if isinstance(spec, StateSpec):
+            assert isinstance(layer, tuple), f"layer {i} keeps a state in one tensor"
+            caches.append(layer)
+        else:
+            caches.append(paged_kv(layer, kv_scales.get(i, KvScales())))
+    return caches

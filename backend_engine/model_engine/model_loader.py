@@ -6,8 +6,10 @@ import os
 
 import torch
 
-from backend_engine.checkpoint.hf_folder import architecture, read_hf_config
+from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.hf_folder import architecture
 from backend_engine.checkpoint.loader import Progress
+from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend
@@ -23,10 +25,11 @@ def describe_model(
     model_dir: str | os.PathLike[str], model_backend: str = "auto", trust_remote_code: bool = False
 ) -> ModelFacts:
     """What is known of the model before it is loaded; see ``load_model`` for arguments and errors."""
-    source = _source(model_dir, trust_remote_code)
+    checkpoint = open_checkpoint(model_dir)
+    source = _source(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     try:
-        return backend.describe(source)
+        return backend.describe(source, checkpoint)
     except ModelLoadError as error:
         if model_backend == "auto" and _is_native(source) and _runs_elsewhere(source):
             raise ModelLoadError(f"{error}; model_backend:transformers may run it all the same") from None
@@ -43,22 +46,24 @@ def load_model(
     model_backend: str = "auto",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Build the model that config.json describes and fill it from the folder's safetensors files.
+    """Build the model that config.json describes and fill it from the checkpoint, in any format.
 
     dtype: ``float32``, ``bfloat16`` or ``float16``; the checkpoint's is converted. max_attention_window: see
     ``KvCacheConfig``. model_backend: ``native``, ``transformers``, or ``auto``: native where there is a family file.
     trust_remote_code: whether code in the folder may run. Raises ``ModelLoadError`` for what is wrong with the folder,
     ``ConfigError`` for an attention backend that cannot serve the model.
     """
-    source = _source(model_dir, trust_remote_code)
+    checkpoint = open_checkpoint(model_dir)
+    source = _source(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
-    return backend.load(source, LoadOptions(tensors, attention_backend, max_attention_window or (), progress))
+    options = LoadOptions(tensors, attention_backend, max_attention_window or (), progress)
+    return backend.load(source, checkpoint, options)
 
 
-def _source(model_dir: str | os.PathLike[str], trust_remote_code: bool) -> ModelSource:
-    config = read_hf_config(model_dir)
-    return ModelSource(model_dir, config, architecture(config), trust_remote_code)
+def _source(checkpoint: Checkpoint, trust_remote_code: bool) -> ModelSource:
+    name = architecture(checkpoint.config, checkpoint.origin)
+    return ModelSource(checkpoint.path, checkpoint.config, name, trust_remote_code, checkpoint.origin)
 
 
 def _backend(source: ModelSource, name: str) -> ModelBackend:
@@ -91,11 +96,10 @@ def _nearest(name: str, source: ModelSource) -> str | None:
 
 def _unknown(source: ModelSource) -> ModelLoadError:
     """Why a model without a family file is refused, and what may help."""
-    where = f"config.json of {source.model_dir}"
     try:
         ARCHITECTURES.get(source.architecture)
     except ConfigError as error:
-        message = f"{where}: {error}"
+        message = f"{source.where}: {error}"
     if _runs_elsewhere(source):
         return ModelLoadError(f"{message}; model_backend:transformers may run it")
     nearest = _nearest(_TRANSFORMERS, source)

@@ -8,9 +8,12 @@ import difflib
 
 import torch
 
+from backend_engine.attention.paged_kv import KvScales
 from backend_engine.attention.select import select_backend
+from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.hf_folder import stated_dtype
 from backend_engine.checkpoint.loader import load_weights
+from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.core.kv_spec import StateSpec
 from backend_engine.errors import ConfigError, ModelLoadError
@@ -21,6 +24,8 @@ from backend_engine.models.family import Family
 from backend_engine.models.model_source import ModelSource
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.plugins.catalog import ARCHITECTURES
+from backend_engine.quantization.deferred import Deferred
+from backend_engine.quantization.read_config import read_quantization
 from backend_engine.quantization.unquantized import Unquantized
 
 
@@ -32,8 +37,8 @@ class NativeBackend(ModelBackend):
             return architecture
         return next(iter(difflib.get_close_matches(architecture, ARCHITECTURES.names(), n=1)), None)
 
-    def describe(self, source: ModelSource) -> ModelFacts:
-        spec = _family(source).from_hf(source.config)
+    def describe(self, source: ModelSource, checkpoint: Checkpoint) -> ModelFacts:
+        spec = _family(source).from_hf(source.config, source.origin)
         states = [cache for cache in spec.cache_specs if isinstance(cache, StateSpec)]
         tokens = [cache for cache in spec.cache_specs if not isinstance(cache, StateSpec)]
         limits = [limit for limit in (spec.max_positions, spec.exact_up_to) if limit is not None]
@@ -42,32 +47,45 @@ class NativeBackend(ModelBackend):
             dtype=stated_dtype(source.config),
             elements_per_token=sum(cache.bytes_per_block(1, 1) for cache in tokens),
             state_bytes=sum(cache.bytes_per_block(1, 1) for cache in states),
+            kv_cache_dtype=self._kv_cache_dtype(source, checkpoint),
         )
 
-    def load(self, source: ModelSource, options: LoadOptions) -> LoadedModel:
+    def _kv_cache_dtype(self, source: ModelSource, checkpoint: Checkpoint) -> str | None:
+        if not source.config.get("quantization_config"):
+            return None
+        return _open_weights(source, checkpoint).kv_cache_dtype
+
+    def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family = _family(source)
-        spec = dataclasses.replace(family.from_hf(source.config), max_windows=options.max_windows)
+        spec = dataclasses.replace(family.from_hf(source.config, source.origin), max_windows=options.max_windows)
+        stored = _open_weights(source, checkpoint)
         tensors = options.tensors
         ops = TorchOps()
         backend = select_backend(options.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
         attention = backend(ops, tensors.device)
         with torch.inference_mode():
-            model = CausalLM(spec, ModelParts(ops, attention, Unquantized(), tensors))
-            with_nan = load_weights(source.model_dir, model.load_targets(), family.rules, options.progress)
+            model = CausalLM(spec, ModelParts(ops, attention, Deferred(Unquantized()), tensors))
+            report = load_weights(stored, model.load_targets(), family.rules, str(source.model_dir), options.progress)
             model.after_loading()
         model.eval()
-        warnings = [nan_warning(name, source) for name in with_nan]
+        warnings = [nan_warning(name, source) for name in report.with_nan]
         unknown = family.unknown_keys(source.config)
         if unknown:
             keys = ", ".join(unknown)
-            where = f"config.json of {source.model_dir}"
-            warnings.append(f"{where} has keys that are not understood and have no effect: {keys}")
-        return LoadedModel(model, model.traits, attention, tensors, tuple(warnings))
+            warnings.append(f"{source.where} has keys that are not understood and have no effect: {keys}")
+        kv_scales = {layer: KvScales(*scales) for layer, scales in report.kv_scales.items()}
+        return LoadedModel(model, model.traits, attention, tensors, tuple(warnings), kv_scales)
+
+
+def _open_weights(source: ModelSource, checkpoint: Checkpoint) -> StoredWeights:
+    files = TensorFiles(checkpoint.open_tensors())
+    quantization = read_quantization(source.config, files.described(source.where))
+    return StoredWeights(files, quantization, source.where)
 
 
 def _family(source: ModelSource) -> Family:
     try:
         family: Family = ARCHITECTURES.get(source.architecture)
     except ConfigError as error:
-        raise ModelLoadError(f"config.json of {source.model_dir}: {error}") from None
+        raise ModelLoadError(f"{source.where}: {error}") from None
     return family

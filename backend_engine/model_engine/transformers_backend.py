@@ -4,13 +4,18 @@ Looked up by ``model_loader.py`` under ``transformers``, and imported then only.
 ``models/transformers_room`` say.
 """
 
+from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.decoded_weights import decoded_weights
 from backend_engine.checkpoint.hf_folder import stated_dtype
+from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.config.model_facts import ModelFacts
+from backend_engine.errors import ModelLoadError
 from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend, nan_warning
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.transformers_room.facts import longest_text, nearest_causal_lm
 from backend_engine.models.transformers_room.loading import load_transformers_model, read_config
 from backend_engine.ops.torch_ops import TorchOps
+from backend_engine.quantization.read_config import read_quantization
 
 
 class TransformersBackend(ModelBackend):
@@ -19,13 +24,32 @@ class TransformersBackend(ModelBackend):
     def nearest(self, architecture: str) -> str | None:
         return nearest_causal_lm(architecture)
 
-    def describe(self, source: ModelSource) -> ModelFacts:
+    def describe(self, source: ModelSource, checkpoint: Checkpoint) -> ModelFacts:
+        _check_kind(checkpoint)
         config = read_config(source)
         return ModelFacts(longest_text(config), stated_dtype(source.config), model_backend="transformers")
 
-    def load(self, source: ModelSource, options: LoadOptions) -> LoadedModel:
+    def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+        _check_kind(checkpoint)
+        files = TensorFiles(checkpoint.open_tensors())
+        quantization = read_quantization(source.config, files.described(source.where))
+        stored = StoredWeights(files, quantization, source.where)
         model, with_nan = load_transformers_model(
-            source, options.tensors, TorchOps(), options.attention_backend, options.max_windows, options.progress
+            source,
+            lambda shapes: decoded_weights(stored, shapes, options.tensors.dtype),
+            options.tensors,
+            TorchOps(),
+            options.attention_backend,
+            options.max_windows,
+            options.progress,
         )
         warnings = tuple(nan_warning(name, source) for name in with_nan)
         return LoadedModel(model, model.traits, model.backend, options.tensors, warnings)
+
+
+def _check_kind(checkpoint: Checkpoint) -> None:
+    if checkpoint.kind != "hugging_face":
+        raise ModelLoadError(
+            f"{checkpoint.path} is in the format {checkpoint.kind}; model_backend:transformers runs folders of Hugging "
+            "Face's format only"
+        )

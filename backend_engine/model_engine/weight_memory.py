@@ -16,7 +16,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        kept = (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values())
+        packed = (tensor for part in vars(module).get("packed_parts", ()) for tensor in part.tensors.values())
+        kept = (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values(), *packed)
         yield from (tensor for tensor in kept if isinstance(tensor, Tensor))
 
 

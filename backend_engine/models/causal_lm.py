@@ -22,13 +22,14 @@ from backend_engine.models.blocks import BLOCKS
 from backend_engine.models.model_inputs import ModelInputs
 from backend_engine.models.model_traits import ModelTraits
 from backend_engine.models.weight_rules import LoadTarget
+from backend_engine.quantization.quant_method import WeightedLayer
 
 
 class CausalLM(nn.Module):
     """Embed, blocks, norm, logits of chosen tokens. Parameters are empty until loaded.
 
-    With ``tie_embeddings`` the head reads the embedding's table; a weight scheme that stores it in another form
-    makes a second copy, since the lookup needs the plain table.
+    With ``tie_embeddings`` the head reads the embedding's table; where a library packs the head's weight, that is a
+    second copy, since the lookup needs the plain table.
     """
 
     def __init__(self, spec: ArchSpec, parts: ModelParts) -> None:
@@ -45,8 +46,6 @@ class CausalLM(nn.Module):
         self.norm = create_norm(spec.norm, spec.hidden_size, parts.ops, options)
         head_options = options._replace(device=torch.device("meta")) if spec.tie_embeddings else options
         self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), parts.quant, head_options, bias=False)
-        if spec.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
         # Rounded to the weights' dtype, as those who train models do it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=options.dtype).item()
         self._has_states = any(isinstance(cache, StateSpec) for cache in spec.cache_specs)
@@ -66,16 +65,20 @@ class CausalLM(nn.Module):
     def load_targets(self) -> dict[str, LoadTarget]:
         """Every parameter to fill, by name, with the rows of its fused parts."""
         targets = {}
-        for name, parameter in self.named_parameters():
-            owner = self.get_submodule(name.rpartition(".")[0])
-            if isinstance(owner, Linear):
-                targets[name] = LoadTarget(parameter.data, owner.out_sizes, owner.head_dim)
-            else:
-                targets[name] = LoadTarget(parameter.data, (parameter.shape[0],))
+        for path, module in self.named_modules():
+            prefix = path + "." if path else ""
+            sizes, head_dim = (module.out_sizes, module.head_dim) if isinstance(module, Linear) else (None, 1)
+            if isinstance(module, WeightedLayer) and not (module is self.lm_head and self.spec.tie_embeddings):
+                targets[prefix + "weight"] = LoadTarget(None, sizes or module.weight_shape[:1], head_dim, module)
+            for name, parameter in module.named_parameters(recurse=False):
+                if not (isinstance(module, WeightedLayer) and name == "weight"):
+                    targets[prefix + name] = LoadTarget(parameter.data, sizes or (parameter.shape[0],), head_dim)
         return targets
 
     def after_loading(self) -> None:
         """Let every layer prepare its weights, inner ones first; called once, when all targets are filled."""
+        if self.spec.tie_embeddings:
+            self.lm_head.share_weight(self.embed_tokens)
         for module in reversed(list(self.modules())):
             prepare: Any = getattr(module, "after_loading", None)
             if module is not self and prepare is not None:

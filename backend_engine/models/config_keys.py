@@ -40,7 +40,6 @@ NEUTRAL: dict[str, Collection[Any]] = {
     "pretraining_tp": (1,),
     "q_lora_rank": (),
     "qk_norm": (False,),
-    "quantization_config": (),
     "residual_multiplier": (1,),
     "rms_norm": (True,),
     "rope_interleaved": (False,),
@@ -54,7 +53,8 @@ NEUTRAL: dict[str, Collection[Any]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-# Keys without a say in what the model computes: names, training, generation, other uses of the same weights.
+# Keys without a say in what the model computes: names, training, generation, other uses of the same weights; and how
+# weights are packed, which is the loader's affair.
 HARMLESS = frozenset(
     {
         "_attn_implementation",
@@ -98,6 +98,7 @@ HARMLESS = frozenset(
         "reorder_and_upcast_attn",
         "resid_pdrop",
         "residual_in_fp32",
+        "quantization_config",
         "return_dict",
         "router_aux_loss_coef",
         "router_jitter_noise",

@@ -23,27 +23,26 @@ class Family:
     section: str | None = None
     section_defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def from_hf(self, values: Mapping[str, Any]) -> ArchSpec:
-        """The model that config.json describes. Refuses values that the family did not read and that would change the
-        maths.
+    def from_hf(self, values: Mapping[str, Any], where: str = "config.json") -> ArchSpec:
+        """The model that config.json describes, or ``where`` else the values were found. Refuses values that the family
+        did not read and that would change the maths.
         """
-        config = self._config(values)
+        config = self._config(values, where)
         spec = self.build(config)
         check_rest(config)
         return spec
 
     def unknown_keys(self, values: Mapping[str, Any]) -> list[str]:
         """Keys of config.json that neither the family reads nor anybody knows; they have no effect."""
-        config = self._config(values)
+        config = self._config(values, "config.json")
         self.build(config)
         return unknown_keys(config)
 
-    def _config(self, values: Mapping[str, Any]) -> HfConfig:
-        config = HfConfig(values)
+    def _config(self, values: Mapping[str, Any], where: str) -> HfConfig:
+        config = HfConfig(values, where)
         if self.section is None:
             return config
         section = config.section(self.section, self.section_defaults)
         if section is None:
             raise config.refuse(self.section, "an object that describes the language model")
-        config.require_neutral({"quantization_config": ()})
         return section

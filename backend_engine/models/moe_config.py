@@ -8,7 +8,7 @@ from backend_engine.layers.mlp import GatedMlpDecl
 from backend_engine.layers.moe import MoeDecl
 from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.decoder_config import read_mlp
-from backend_engine.models.weight_rules import Fuse, Rename, Rule, Unstack, UnstackMxfp4
+from backend_engine.models.weight_rules import Fuse, Rename, Rule, Unstack
 
 _COUNTS = ("num_local_experts", "num_experts")
 
@@ -63,10 +63,9 @@ def stacked_expert_rules() -> tuple[Rule, ...]:
 
 
 def transposed_expert_rules(name: str, *, is_interleaved: bool = False) -> tuple[Rule, ...]:
-    """Product ``name`` of all experts in one tensor, transposed or in MXFP4, and their biases in another."""
+    """Product ``name`` of all experts in one tensor, transposed, and their biases in another."""
     source, ours = f"model.layers.{{i}}.mlp.experts.{name}", f"layers.{{i}}.mlp.experts.{{e}}.{name}."
     return (
-        UnstackMxfp4(source + "_blocks", source + "_scales", ours + "weight", is_interleaved),
         Unstack(source, ours + "weight", is_transposed=True, is_interleaved=is_interleaved),
         Unstack(source + "_bias", ours + "bias", is_interleaved=is_interleaved),
     )

@@ -55,7 +55,8 @@ def attention_specs(calls: Sequence[AttentionCall], max_windows: tuple[int, ...]
 class TransformersModel(nn.Module):
     """``model`` (with the attention implementation ``PAGED``) as ``ModelEngine`` calls it; serves one thread.
 
-    ``calls``, ``specs``: its calls of attention, in order. ``vocab_size``: width of the logits.
+    ``calls``, ``specs``: its calls of attention, in order. ``vocab_size``: width of the logits. ``dtype``: of
+    queries, keys and values.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TransformersModel(nn.Module):
         specs: Sequence[AttentionSpec],
         backend: AttentionBackend,
         vocab_size: int,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.model = model
@@ -74,7 +76,7 @@ class TransformersModel(nn.Module):
         paged = [
             PagedCall(call.module, spec, call.key_dim, call.value_dim) for call, spec in zip(calls, specs, strict=True)
         ]
-        self._step = PagedStep(paged, backend)
+        self._step = PagedStep(paged, backend, dtype)
         for call in calls:
             setattr(call.module, STEP, self._step)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters

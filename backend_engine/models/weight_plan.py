@@ -12,7 +12,7 @@ from backend_engine.models.weight_rules import Copy, FillRule, IgnoreRule, LoadT
 
 
 class Plan(NamedTuple):
-    """``copies`` by the first of their checkpoint tensors. ``duplicates``: tensors that may exist and must then equal
+    """``copies`` by their checkpoint tensor. ``duplicates``: tensors that may exist and must then equal
     the named parameter. ``ignored``: patterns of tensors that may exist.
     """
 
@@ -36,14 +36,14 @@ def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget], stored: Colle
         matches = ((rule, template.fullmatch(parameter)) for template, rule in patterns)
         candidates = [rule.copies(parameter, match.groupdict(), targets) for rule, match in matches if match]
         assert candidates, f"no weight rule fills parameter {parameter}"
-        complete = (found for found in candidates if all(source.name in stored for c in found for source in c.sources))
+        complete = (found for found in candidates if all(copy.source.name in stored for copy in found))
         chosen = next(complete, None)
         if chosen is None:
             # The first missing tensor is the one that is told: in the spelling that this checkpoint has.
             chosen = candidates[0] if is_incomplete else max(candidates, key=lambda found: _likeness(found, stored))
             is_incomplete = True
         for copy in chosen:
-            result.copies.setdefault(copy.sources[0].name, []).append(copy)
+            result.copies.setdefault(copy.source.name, []).append(copy)
     for rule in rules:
         if isinstance(rule, Tie) and rule.parameter not in targets:
             result.duplicates[rule.source] = rule.shared_with
@@ -52,6 +52,6 @@ def plan(rules: Sequence[Rule], targets: Mapping[str, LoadTarget], stored: Colle
 
 def _likeness(copies: list[Copy], stored: Collection[str]) -> int:
     """How many characters the name of the first source shares with the beginning of one that is stored."""
-    name = copies[0].sources[0].name
+    name = copies[0].source.name
     pairs = (zip(name, other, strict=False) for other in stored)
     return max((sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], pair)) for pair in pairs), default=0)

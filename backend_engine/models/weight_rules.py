@@ -14,19 +14,27 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from backend_engine.quantization.mxfp4 import BLOCK_SIZE, dequantize_mxfp4
-
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+from backend_engine.quantization.quant_method import WeightedLayer
+from backend_engine.quantization.weight_format import FLOAT_DTYPES
 
 
 class LoadTarget(NamedTuple):
-    """A parameter to fill: the tensor, and the rows (dimension 0) of the parts it is fused from, of which ``head_dim``
-    belong to one attention head.
+    """A parameter to fill: the tensor, or the layer whose weight it is, which takes the form that the checkpoint has;
+    and the rows (dimension 0) of the parts it is fused from, of which ``head_dim`` belong to one attention head.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     part_sizes: tuple[int, ...]
     head_dim: int = 1
+    layer: WeightedLayer | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+        if self.layer is not None:
+            return self.layer.weight_shape
+        assert self.tensor is not None, "a target of nothing"
+        return tuple(self.tensor.shape)
 
 
 class Source(NamedTuple):
@@ -38,13 +46,19 @@ class Source(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """``rows`` rows of ``parameter`` from ``start`` on are what ``pick`` takes out of the tensors ``sources``."""
+    """``rows`` rows of ``parameter`` from ``start`` on are what ``pick`` takes out of the tensor ``source``.
+
+    packed_shape: the weight's shape, ``[..., out_features, in_features]``, where the checkpoint packs it (packed
+    weights are never stored transposed). pick_packed: takes the rows out of a component ``[..., out_features, n]``.
+    """
 
     parameter: str
-    sources: tuple[Source, ...]
+    source: Source
     start: int
     rows: int
-    pick: Callable[..., Tensor]
+    pick: Callable[[Tensor], Tensor]
+    packed_shape: tuple[int, ...]
+    pick_packed: Callable[[Tensor], Tensor]
 
 
 class FillRule(ABC):
@@ -96,8 +110,8 @@ class Rename(OneParameterRule):
     parameter: str
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        shape = tuple(targets[parameter].tensor.shape)
-        return [Copy(parameter, (Source(self.source.format(**names), shape),), 0, shape[0], _whole)]
+        shape = targets[parameter].shape
+        return [_copy(parameter, Source(self.source.format(**names), shape), 0, shape[0], _whole)]
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,9 @@ class Transpose(OneParameterRule):
     parameter: str
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        rows, columns = targets[parameter].tensor.shape
-        return [Copy(parameter, (Source(self.source.format(**names), (columns, rows)),), 0, rows, _transposed)]
+        rows, columns = targets[parameter].shape
+        source = Source(self.source.format(**names), (columns, rows))
+        return [Copy(parameter, source, 0, rows, _transposed, (rows, columns), _whole)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +139,8 @@ class Fuse(OneParameterRule):
         assert len(self.sources) == len(target.part_sizes), (self, target.part_sizes)
         found, start = [], 0
         for source, size in zip(self.sources, target.part_sizes, strict=True):
-            shape = (size, *target.tensor.shape[1:])
-            found.append(Copy(parameter, (Source(source.format(**names), shape),), start, size, _whole))
+            shape = (size, *target.shape[1:])
+            found.append(_copy(parameter, Source(source.format(**names), shape), start, size, _whole))
             start += size
         return found
 
@@ -141,14 +156,14 @@ class FuseInterleaved(OneParameterRule):
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target = targets[parameter]
-        shape, num_parts = tuple(target.tensor.shape), len(target.part_sizes)
+        shape, num_parts = target.shape, len(target.part_sizes)
         assert len(set(target.part_sizes)) == 1, f"{parameter} has parts of different sizes: {target.part_sizes}"
 
         def by_part(source: Tensor) -> Tensor:
-            heads = source.reshape(-1, num_parts, target.head_dim, *shape[1:])
-            return heads.transpose(0, 1).reshape(shape)
+            heads = source.reshape(-1, num_parts, target.head_dim, *source.shape[1:])
+            return heads.transpose(0, 1).reshape(source.shape)
 
-        return [Copy(parameter, (Source(self.source.format(**names), shape),), 0, shape[0], by_part)]
+        return [_copy(parameter, Source(self.source.format(**names), shape), 0, shape[0], by_part)]
 
 
 @dataclass(frozen=True)
@@ -164,10 +179,10 @@ class Split(FillRule):
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         siblings = [name.format(**names) for name in self.parameters]
-        sizes = [targets[name].tensor.shape[0] for name in siblings]
-        first, rows = sum(sizes[: siblings.index(parameter)]), targets[parameter].tensor.shape[0]
-        source = Source(self.source.format(**names), (sum(sizes), *targets[parameter].tensor.shape[1:]))
-        return [Copy(parameter, (source,), 0, rows, lambda tensor: tensor[first : first + rows])]
+        sizes = [targets[name].shape[0] for name in siblings]
+        first, rows = sum(sizes[: siblings.index(parameter)]), targets[parameter].shape[0]
+        source = Source(self.source.format(**names), (sum(sizes), *targets[parameter].shape[1:]))
+        return [_copy(parameter, source, 0, rows, lambda tensor: tensor[first : first + rows])]
 
 
 @dataclass(frozen=True)
@@ -184,41 +199,18 @@ class Unstack(OneParameterRule):
 
     def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
         target, expert = targets[parameter], int(names["e"])
-        shape = tuple(target.tensor.shape)
+        shape, num_experts = target.shape, _num_experts(self.parameter, names, targets)
         stored = shape[::-1] if self.is_transposed else shape
-        source = Source(self.source.format(**names), (_num_experts(self.parameter, names, targets), *stored))
+        source = Source(self.source.format(**names), (num_experts, *stored))
 
-        def pick(stacked: Tensor) -> Tensor:
-            entry = stacked[expert].T if self.is_transposed else stacked[expert]
+        def pick_packed(stacked: Tensor) -> Tensor:
+            entry = stacked[expert]
             return _by_part(entry, len(target.part_sizes)) if self.is_interleaved else entry
 
-        return [Copy(parameter, (source,), 0, shape[0], pick)]
+        def pick(stacked: Tensor) -> Tensor:
+            return pick_packed(stacked.transpose(1, 2)) if self.is_transposed else pick_packed(stacked)
 
-
-@dataclass(frozen=True)
-class UnstackMxfp4(OneParameterRule):
-    """``Unstack`` of weights in MXFP4: ``blocks`` and ``scales`` as ``dequantize_mxfp4`` takes them, stacked."""
-
-    blocks: str
-    scales: str
-    parameter: str
-    is_interleaved: bool = False
-
-    def copies(self, parameter: str, names: Mapping[str, str], targets: Mapping[str, LoadTarget]) -> list[Copy]:
-        target, expert = targets[parameter], int(names["e"])
-        rows, columns = target.tensor.shape
-        num_experts = _num_experts(self.parameter, names, targets)
-        scales = (num_experts, rows, columns // BLOCK_SIZE)
-        sources = (
-            Source(self.blocks.format(**names), (*scales, BLOCK_SIZE // 2), ("U8",)),
-            Source(self.scales.format(**names), scales, ("U8",)),
-        )
-
-        def pick(all_blocks: Tensor, all_scales: Tensor) -> Tensor:
-            weight = dequantize_mxfp4(all_blocks[expert], all_scales[expert])
-            return _by_part(weight, len(target.part_sizes)) if self.is_interleaved else weight
-
-        return [Copy(parameter, sources, 0, rows, pick)]
+        return [Copy(parameter, source, 0, shape[0], pick, (num_experts, *shape), pick_packed)]
 
 
 @dataclass(frozen=True)
@@ -275,6 +267,11 @@ def _num_experts(template: str, names: Mapping[str, str], targets: Mapping[str, 
     # They are numbered without gaps, so the first number that is missing can be searched for.
     every = range(len(targets) + 1)
     return bisect.bisect_left(every, True, key=lambda e: template.format(**{**names, "e": str(e)}) not in targets)
+
+
+def _copy(parameter: str, source: Source, start: int, rows: int, pick: Callable[[Tensor], Tensor]) -> Copy:
+    """A copy that takes the same rows out of a plain and a packed weight."""
+    return Copy(parameter, source, start, rows, pick, source.shape, pick)
 
 
 def _whole(tensor: Tensor) -> Tensor:

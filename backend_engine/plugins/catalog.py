@@ -45,6 +45,16 @@ CAPACITY_POLICIES: Registry[Any] = Registry(
         "static_batch": "backend_engine.scheduler.capacity_scheduler:StaticBatch",
     },
 )
+# Each opens a path as a ``Checkpoint``.
+CHECKPOINT_FORMATS: Registry[Any] = Registry(
+    "checkpoint format",
+    {
+        "gguf": "backend_engine.checkpoint.gguf_checkpoint:open_gguf",
+        "hugging_face": "backend_engine.checkpoint.hf_folder:open_hf_folder",
+        "megatron": "backend_engine.checkpoint.megatron_checkpoint:open_megatron",
+        "nemo": "backend_engine.checkpoint.nemo_checkpoint:open_nemo",
+    },
+)
 CONTEXT_CHUNKING_POLICIES: Registry[Any] = Registry(
     "context chunking policy",
     {
@@ -66,11 +76,20 @@ QUANT_METHODS: Registry[Any] = Registry(
         "awq": "backend_engine.quantization.formats.awq:read",
         "bitsandbytes": "backend_engine.quantization.formats.bitsandbytes:read",
         "compressed-tensors": "backend_engine.quantization.formats.compressed_tensors:read",
+        "fbgemm_fp8": "backend_engine.quantization.formats.fp8:read_fbgemm",
         "fp8": "backend_engine.quantization.formats.fp8:read",
         "gguf": "backend_engine.quantization.formats.gguf:read",
         "gptq": "backend_engine.quantization.formats.gptq:read",
         "modelopt": "backend_engine.quantization.formats.modelopt:read",
         "mxfp4": "backend_engine.quantization.formats.mxfp4:read",
+    },
+)
+# By the ending of a file's name; each reads its tensors (``tensor_reader.TensorReader``).
+TENSOR_READERS: Registry[Any] = Registry(
+    "kind of weight file",
+    {
+        ".bin": "backend_engine.checkpoint.torch_file:TorchFileReader",
+        ".safetensors": "backend_engine.checkpoint.safetensors_reader:SafetensorsReader",
     },
 )
 WAITING_QUEUES: Registry[Any] = Registry(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
+from backend_engine.quantization.quant_method import QuantMethod, WeightedLayer
 from backend_engine.quantization.weight_scheme import WeightScheme
 
 
@@ -32,11 +32,12 @@ class Packed(QuantMethod):
         self._schemes = tuple(schemes)
         self._part_sizes = tuple(part_sizes)
 
-    def create_weights(self, layer: WeightedLayer, shape: tuple[int, int], bias: bool, options: TensorOptions) -> None:
-        """``bias`` is left alone: it is created with the layer."""
-        assert sum(self._part_sizes) == shape[0], (self._part_sizes, shape)
+    def create_weights(self, layer: WeightedLayer) -> None:
+        out_features, in_features = layer.weight_shape
+        assert sum(self._part_sizes) == out_features, (self._part_sizes, out_features)
         layer.weight = layer.packed_weight = None
-        layer.packed_parts = [self._create(*part, shape[1], options) for part in self._parts(shape[1])]
+        device = layer.options.device
+        layer.packed_parts = [self._create(*part, in_features, device) for part in self._parts(in_features)]
 
     def _parts(self, in_features: int) -> list[tuple[WeightScheme, int, int]]:
         """Scheme, first row and number of rows."""
@@ -48,12 +49,12 @@ class Packed(QuantMethod):
         return list(zip(self._schemes, starts, self._part_sizes, strict=True))
 
     def _create(
-        self, scheme: WeightScheme, start: int, num_rows: int, in_features: int, options: TensorOptions
+        self, scheme: WeightScheme, start: int, num_rows: int, in_features: int, device: torch.device
     ) -> PackedPart:
         part = PackedPart(scheme, start, num_rows)
         for name, component in scheme.components(in_features).items():
             shape = (num_rows, *component.shape) if component.per_row else component.shape
-            part.tensors[name] = torch.empty(shape, dtype=component.dtype, device=options.device)
+            part.tensors[name] = torch.empty(shape, dtype=component.dtype, device=device)
         return part
 
     def after_loading(self, layer: WeightedLayer) -> None:
@@ -70,3 +71,11 @@ class Packed(QuantMethod):
 
     def dequantize(self, layer: WeightedLayer) -> Tensor:
         return torch.cat([part.scheme.decode(part.tensors) for part in layer.packed_parts])
+
+
+def packed_rows(layer: WeightedLayer, rows: Tensor) -> Tensor:
+    """Rows ``rows [n]`` (int64) of a layer's packed weight, float32 ``[n, in_features]``; it must be one part."""
+    (part,) = layer.packed_parts
+    components = part.scheme.components(layer.weight_shape[1])
+    chosen = {name: t.index_select(0, rows) if components[name].per_row else t for name, t in part.tensors.items()}
+    return part.scheme.decode(chosen)

@@ -3,6 +3,7 @@
 ``layers/linear.py`` calls it; a method keeps its tensors on the layer it is handed and owns none itself.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,18 +29,39 @@ class WeightedLayer(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
     packed_weight: Tensor | None
+    quant: "QuantMethod"
 
-    def __init__(self) -> None:
+    def __init__(self, weight_shape: tuple[int, int], options: TensorOptions) -> None:
         super().__init__()
+        self.weight_shape = weight_shape
+        self.options = options
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.packed_weight = None
         self.packed_parts: list[PackedPart] = []
+
+    def store_as(self, quant: "QuantMethod") -> None:
+        """Keep the weight as ``quant`` does from now on, and create empty tensors for it."""
+        self.quant = quant
+        quant.create_weights(self)
+
+    def share_weight(self, other: "WeightedLayer") -> None:
+        """Keep no weight but that of ``other``, before either is prepared for use."""
+        self.quant = other.quant if other.packed_parts else self.quant.for_plain_weights()
+        self.weight = other.weight
+        self.packed_parts = [dataclasses.replace(part) for part in other.packed_parts]
 
 
 class QuantMethod(ABC):
     """Every method is handed the layer it works on."""
 
+    def for_plain_weights(self) -> "QuantMethod":
+        """The method to keep a weight with that the checkpoint has plain."""
+        return self
+
     @abstractmethod
-    def create_weights(self, layer: WeightedLayer, shape: tuple[int, int], bias: bool, options: TensorOptions) -> None:
-        """Register empty parameters for a weight of ``shape = (out_features, in_features)`` on ``layer``."""
+    def create_weights(self, layer: WeightedLayer) -> None:
+        """Put empty tensors for a weight of ``layer.weight_shape`` on ``layer``."""
 
     @abstractmethod
     def after_loading(self, layer: WeightedLayer) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
+from backend_engine.quantization.quant_method import QuantMethod, WeightedLayer
 
 # Up to this many rows: rounded up to a multiple of so many.
 _ROW_MULTIPLES = ((16, 1), (64, 8), (512, 16))
@@ -54,12 +54,9 @@ class Unquantized(QuantMethod):
         self._pack_on_cpu = packing_works() if pack is None else pack
         self._product: Any = torch.ops.mkldnn._linear_pointwise.default if self._pack_on_cpu else None
 
-    def create_weights(self, layer: WeightedLayer, shape: tuple[int, int], bias: bool, options: TensorOptions) -> None:
-        weight = torch.empty(shape, dtype=options.dtype, device=options.device)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = None
-        if bias:
-            layer.bias = nn.Parameter(weight.new_empty(shape[0]), requires_grad=False)
+    def create_weights(self, layer: WeightedLayer) -> None:
+        dtype, device = layer.options
+        layer.weight = nn.Parameter(torch.empty(layer.weight_shape, dtype=dtype, device=device), requires_grad=False)
         layer.packed_weight = None
 
     def after_loading(self, layer: WeightedLayer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backend_engine.config.gguf_metadata import find_gguf
 from backend_engine.errors import ModelLoadError
 from backend_engine.logger import get_logger
 from backend_engine.text.added_tokens import ADDED_FILE, CONFIG_FILE, declared_tokens, disagreement, read_object
@@ -75,9 +76,11 @@ def _compare(path: Path, ids: Mapping[str, int], known: Mapping[str, int], known
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder brings a tokenizer that another one can be compared with."""
+    """Whether a model folder, or a GGUF file, brings a tokenizer that another one can be compared with."""
     names = (FAST_FILE, _MODEL_FILE, "tiktoken.model", "tekken.json", _VOCAB_FILE)
-    return folder.is_dir() and (any((folder / name).is_file() for name in names) or any(folder.glob("*.tiktoken")))
+    if any((folder / name).is_file() for name in names) or any(folder.glob("*.tiktoken")):
+        return True
+    return folder.exists() and find_gguf(folder) is not None
 
 
 def check_same_ids(ids: Mapping[str, int], path: Path, other_ids: Mapping[str, int], other_path: Path) -> None:

@@ -50,12 +50,28 @@ def build_from_sentencepiece(path: Path, config: Mapping[str, Any]) -> Built:
     flags = {name: _flag(path, config, name, default) for name, default in _FLAGS.items()}
     has_prefix = model.adds_dummy_prefix and flags["add_prefix_space"]
     added = _added_tokens(path.parent, config, pieces, declared)
+    rust = build_rust(model._replace(pieces=pieces, adds_dummy_prefix=has_prefix), added, flags["legacy"])
+    add_tokens(rust, added, str(path))
+    bos, eos = (None if i is None else pieces[i].text for i in (model.bos_id, model.eos_id))
+    named = named_tokens(path.parent, config)
+    begin = _name(named, "bos_token", bos) if flags["add_bos_token"] else None
+    put_around(rust, begin, _name(named, "eos_token", eos) if flags["add_eos_token"] else None)
+    return Built(rust, bos, eos)
+
+
+def build_rust(model: SentencePieceModel, added: Mapping[int, AddedToken], prefixes_each: bool) -> Tokenizer:
+    """The tokenizer of ``model`` before its ``added`` tokens (those found in a text as it is written) are added to it.
+
+    ``prefixes_each``: whether each text between added tokens gets the model's blank, or only one that begins the
+    prompt.
+    """
     # Other pieces of the user's are found in the normalized text, as SentencePiece does.
-    wholes = [p.text for i, p in enumerate(pieces) if p.kind == Kind.USER_DEFINED and i not in added]
-    rust = Tokenizer(_algorithm(model, pieces, added, bool(wholes)))
-    rust.normalizer = _normalizer(model, has_prefix and flags["legacy"])
+    wholes = [p.text for i, p in enumerate(model.pieces) if p.kind == Kind.USER_DEFINED and i not in added]
+    has_prefix = model.adds_dummy_prefix
+    rust = Tokenizer(_algorithm(model, added, bool(wholes)))
+    rust.normalizer = _normalizer(model, has_prefix and prefixes_each)
     steps: list[Any] = []
-    if has_prefix and not flags["legacy"]:
+    if has_prefix and not prefixes_each:
         steps.append(pre_tokenizers.Metaspace(_BLANK, prepend_scheme="first", split=False))
     if wholes:
         longest_first = sorted(wholes, key=len, reverse=True)
@@ -63,11 +79,7 @@ def build_from_sentencepiece(path: Path, config: Mapping[str, Any]) -> Built:
     if steps:
         rust.pre_tokenizer = pre_tokenizers.Sequence(steps)
     rust.decoder = _decoder(model, has_prefix)
-    add_tokens(rust, added, str(path))
-    bos, eos = (None if i is None else pieces[i].text for i in (model.bos_id, model.eos_id))
-    named = named_tokens(path.parent, config)
-    _post_process(rust, _name(named, "bos_token", bos), _name(named, "eos_token", eos), flags)
-    return Built(rust, bos, eos)
+    return rust
 
 
 _FLAGS = {"add_bos_token": True, "add_eos_token": False, "legacy": True, "add_prefix_space": True}
@@ -134,9 +146,8 @@ def _in_raw_text(token: AddedToken) -> AddedToken:
     )
 
 
-def _algorithm(
-    model: SentencePieceModel, pieces: list[Piece], added: Mapping[int, AddedToken], has_wholes: bool
-) -> Any:
+def _algorithm(model: SentencePieceModel, added: Mapping[int, AddedToken], has_wholes: bool) -> Any:
+    pieces = model.pieces
     unknown = pieces[model.unk_id].text
     if model.is_unigram:
         texts = (Kind.NORMAL, Kind.USER_DEFINED)
@@ -189,14 +200,10 @@ def _name(named: Mapping[str, AddedToken | None], key: str, default: str | None)
     return default if key not in named else None if token is None else token.content
 
 
-def _post_process(rust: Tokenizer, bos: str | None, eos: str | None, flags: Mapping[str, bool]) -> None:
-    """Put the begin and end tokens around texts, where the folder wants them and the vocabulary has them."""
-    ids = {token: rust.token_to_id(token) for token in (bos, eos) if token is not None}
-    begin = bos if flags["add_bos_token"] and ids.get(bos or "") is not None else None
-    end = eos if flags["add_eos_token"] and ids.get(eos or "") is not None else None
-    if begin is None and end is None:
-        return
-    parts = [part for part in (begin, "$A", end) if part is not None]
-    rust.post_processor = processors.TemplateProcessing(
-        single=" ".join(parts), special_tokens=[(token, ids[token]) for token in (begin, end) if token is not None]
-    )
+def put_around(rust: Tokenizer, begin: str | None, end: str | None) -> None:
+    """Put tokens around each text, where there are such and the vocabulary has them."""
+    ids = {token: rust.token_to_id(token) for token in (begin, end) if token is not None}
+    around = [token for token in (begin, "$A", end) if token == "$A" or (token and ids[token] is not None)]
+    if len(around) > 1:
+        special = [(token, ids[token]) for token in around if token in ids]
+        rust.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)

@@ -34,15 +34,17 @@ LLAMA3_PATTERN = (
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
-def _cased_words(also: str) -> str:
-    """A word begins at a capital letter; ``also`` narrows its letters."""
+def _cased_words(also: str, end: str = rf"{_CONTRACTIONS}?") -> str:
+    """A word begins at a capital letter; ``also`` narrows its letters, ``end`` may follow them."""
     upper, lower = (rf"[\p{{{c}}}\p{{Lm}}\p{{Lo}}\p{{M}}{also}]" for c in (r"Lu}\p{Lt", "Ll"))
     begin = r"[^\r\n\p{L}\p{N}]?"
-    return rf"{begin}{upper}*{lower}+{_CONTRACTIONS}?|{begin}{upper}+{lower}*{_CONTRACTIONS}?"
+    return rf"{begin}{upper}*{lower}+{end}|{begin}{upper}+{lower}*{end}"
 
 
 O200K_PATTERN = rf"{_cased_words('')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_BLANKS}"
 """o200k_base and o200k_harmony (GPT-OSS)."""
+TEKKEN_PATTERN = rf"{_cased_words('', end='')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_BLANKS}"
+"""Mistral's Tekken, as its tekken.json files state it."""
 _NOT_HAN = r"&&[^\p{Han}]"
 KIMI_PATTERN = (
     rf"[\p{{Han}}]+|{_cased_words(_NOT_HAN)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_BLANKS}"

@@ -1,8 +1,8 @@
 """``Tokenizer``: text to ids and back, and what the rest of the engine wants to know about a vocabulary.
 
-Wraps a Hugging Face tokenizer folder; called by ``LLM`` and the adapters from any thread. Goes straight to the Rust
-tokenizer underneath and never changes its settings, since Hugging Face's own call does so and is not thread-safe.
-Never loads weights.
+Wraps a Hugging Face tokenizer folder or a GGUF file; called by ``LLM`` and the adapters from any thread. Goes straight
+to the Rust tokenizer underneath and never changes its settings, since Hugging Face's own call does so and is not
+thread-safe. Never loads weights.
 """
 
 import re
@@ -28,9 +28,10 @@ _MEDIA_NAMES = re.compile(r"(image|video|audio|boi|eoi|boa|eoa|vision).*_token")
 
 
 def load_tokenizer(tokenizer_dir: str | Path, trust_remote_code: bool = False) -> "Tokenizer":
-    """Load the tokenizer of a Hugging Face folder; no network is asked, and no code of the folder's run unless trusted.
+    """Load the tokenizer of a Hugging Face folder or of a GGUF file (or a folder with nothing else).
 
-    Raises ``ModelLoadError`` (one line: the folder, and the files looked for or what is wrong with them).
+    No network is asked, and no code of the folder's run unless trusted. Raises ``ModelLoadError`` (one line: the
+    folder, and the files looked for or what is wrong with them).
     """
     folder = Path(tokenizer_dir)
     tokenizer = Tokenizer(open_tokenizer(folder, trust_remote_code))

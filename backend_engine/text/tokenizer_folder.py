@@ -1,13 +1,16 @@
 """Opens the tokenizer of a Hugging Face folder, whatever kind of files it has, as an object of transformers.
 
 Called by ``tokenizer.load_tokenizer``. tokenizer.json is transformers' affair; folders with only a tiktoken ranks file
-or a SentencePiece model are read here, exactly and without code of their own. Asks no network, loads no weights.
+or a SentencePiece model, and GGUF files, are read here, exactly and without code of their own. Asks no network, loads
+no weights.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backend_engine.config.gguf_metadata import find_gguf, split_files
 from backend_engine.errors import ModelLoadError
 from backend_engine.logger import get_logger
 from backend_engine.text.added_tokens import (
@@ -17,6 +20,7 @@ from backend_engine.text.added_tokens import (
     named_tokens,
     read_object,
 )
+from backend_engine.text.gguf_tokenizer import build_from_gguf
 from backend_engine.text.sentencepiece_tokenizer import MODEL_FILE, PLAIN_CLASSES, build_from_sentencepiece
 from backend_engine.text.tekken_tokenizer import MODEL_FILE as TEKKEN_FILE
 from backend_engine.text.tekken_tokenizer import build_from_tekken
@@ -43,20 +47,35 @@ _MAX_REASON_CHARS = 300
 
 
 def open_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The folder's tokenizer, an object of transformers.
+    """The tokenizer of a folder, or of a GGUF file, an object of transformers.
 
-    Raises ``ModelLoadError`` (one line: folder or file, key, and what was expected or went wrong).
+    A folder's GGUF file counts where nothing but tokenizer_config.json speaks of a tokenizer beside it; a chat template
+    beside it comes before its own. Raises ``ModelLoadError`` (one line: folder or file, key, and what was expected or
+    went wrong).
     """
+    if folder.is_file() and folder.suffix == ".gguf":
+        return _open_gguf(split_files(folder)[0])
     if not folder.is_dir():
-        raise ModelLoadError(f"tokenizer folder {folder} does not exist or is not a folder")
+        raise ModelLoadError(f"tokenizer folder {folder} does not exist or is neither a folder nor a GGUF file")
     ranks = find_ranks_file(folder)
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if set(found) <= {CONFIG_FILE} and ranks is None:
+        gguf = find_gguf(folder)
+        if gguf is not None:
+            return _open_gguf(gguf, _chat_template(folder, read_object(folder / CONFIG_FILE)))
     if not found and ranks is None:
-        raise ModelLoadError(f"no tokenizer in {folder}: looked for {', '.join(TOKENIZER_FILES)}, *.tiktoken")
+        raise ModelLoadError(f"no tokenizer in {folder}: looked for {', '.join(TOKENIZER_FILES)}, *.tiktoken, *.gguf")
     config = read_object(folder / CONFIG_FILE)
     declared_tokens(folder, config)
-    try:
+    with _one_line(f"{folder} ({', '.join(found)})"):
         return _open(folder, config, ranks, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _one_line(where: str) -> Iterator[None]:
+    """Turn what the libraries raise for files that they cannot read into a ``ModelLoadError`` of one line."""
+    try:
+        yield
     except ModelLoadError:
         raise
     except Exception as error:
@@ -67,7 +86,14 @@ def open_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
         if "trust_remote_code" in str(error):
             reason = "it brings code of its own, which runs only with trust_remote_code"
-        raise ModelLoadError(f"cannot load the tokenizer in {folder} ({', '.join(found)}): {reason}") from error
+        raise ModelLoadError(f"cannot load the tokenizer in {where}: {reason}") from error
+
+
+def _open_gguf(path: Path, chat_template: str | dict[str, str] | None = None) -> Any:
+    """The tokenizer of a GGUF file; ``chat_template``, if any, stands in the place of the file's."""
+    with _one_line(str(path)):
+        built = build_from_gguf(path)
+        return _as_hugging_face(built.rust, built.names, chat_template=chat_template or built.chat_template)
 
 
 def _open(folder: Path, config: Mapping[str, Any], ranks: Path | None, trust_remote_code: bool) -> Any:
@@ -142,21 +168,26 @@ def _unknown_class(folder: Path, config: Mapping[str, Any], why: str) -> ModelLo
 
 def _wrap(folder: Path, config: Mapping[str, Any], built: Built) -> Any:
     """``built`` as a tokenizer of transformers, with the names and the chat template that the JSON files give."""
-    from transformers import PreTrainedTokenizerFast
-
     named: dict[str, Any] = dict(named_tokens(folder, config))
     for name, default in (("bos_token", built.bos), ("eos_token", built.eos)):
         if name not in named and default is not None:
             named[name] = default
     known = {token.content for token in built.rust.get_added_tokens_decoder().values()}
-    wrap: Any = PreTrainedTokenizerFast
-    return wrap(
-        tokenizer_object=_AsItIs(built.rust),
-        **{name: token for name, token in named.items() if token is not None},
+    return _as_hugging_face(
+        built.rust,
+        {name: token for name, token in named.items() if token is not None},
         extra_special_tokens=[token for token in listed_tokens(folder, config) if token.content not in known],
         clean_up_tokenization_spaces=bool(config.get("clean_up_tokenization_spaces", False)),
         chat_template=_chat_template(folder, config),
     )
+
+
+def _as_hugging_face(rust: Any, named: Mapping[str, Any], **settings: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    settings.setdefault("clean_up_tokenization_spaces", False)
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(tokenizer_object=_AsItIs(rust), **named, **settings)
 
 
 class _AsItIs:

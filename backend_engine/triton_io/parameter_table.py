@@ -180,8 +180,13 @@ PARAMETERS: tuple[Parameter, ...] = (
         "max_attention_window_size", "ints", "the model's",
         "Most recent tokens a layer sees: one value a layer, separated by commas, repeated over the layers.", low=1,
     ),
+    _engine(
+        "kv_cache_dtype", ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "int8"), "auto",
+        "Number format of the KV cache; auto: the one that the checkpoint was made for, else that of the weights. fp8 "
+        "(E4M3), fp8_e5m2 and int8 hold about four times as many tokens as float32, with rounding.",
+    ),
     _engine("max_beam_width", "int", "1", "Requests above it are refused; so are beams over 1, not built yet.", low=1),
-    _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and KV cache."),
+    _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and computation."),
     _engine("device", ("auto", "cpu", "cuda"), "auto", "Where the model runs."),
     _engine("attention_backend", "text", "auto", "Which attention implementation."),
     _engine(

@@ -100,6 +100,7 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         enable_block_reuse=reader.get("enable_kv_cache_reuse", kv_defaults.enable_block_reuse),
         layout=reader.get("kv_cache_layout", kv_defaults.layout),
         max_attention_window=reader.get("max_attention_window_size"),
+        dtype=reader.get("kv_cache_dtype", kv_defaults.dtype),
     )
     is_static = reader.get("gpt_model_type") == "v1"
     policy = reader.get("batch_scheduler_policy", scheduler_defaults.capacity_policy)

@@ -16,6 +16,7 @@ DEVICE = {"ops", "attention", "quantization", "layers", "models"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "envs": {"errors"},
+    "hub": {"errors", "logger"},
     "logger": {"envs", "errors"},
     "plugins": {"errors", "envs", "logger"},
     "config": GROUND,
@@ -28,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantization": NOUNS | {"ops"},
     "layers": NOUNS | {"ops", "attention", "quantization"},
     "models": NOUNS | {"ops", "attention", "quantization", "layers"},
-    "checkpoint": NOUNS | {"models.weight_rules", "models.weight_plan"},
+    "checkpoint": NOUNS | {"models.weight_rules", "models.weight_plan", "quantization"},
     "decoder": NOUNS | {"ops"},
     "model_engine": NOUNS | DEVICE | {"checkpoint", "kv_cache.kv_pool"},
     "executor": NOUNS,
@@ -37,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"scheduler", "kv_cache", "checkpoint", "decoder", "model_engine", "text", "admission"},
     "admission": NOUNS | {"text"},
     "results": NOUNS | {"text"},
-    "llm": NOUNS | {"text", "executor", "admission", "results"},
+    "llm": NOUNS | {"text", "executor", "admission", "results", "hub"},
     "triton_io": NOUNS | {"text", "llm", "admission", "executor.iteration_stats", "executor.histogram"},
 }
 NO_TORCH = (

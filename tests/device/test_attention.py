@@ -67,10 +67,10 @@ def test_layers_of_one_step_may_have_different_windows() -> None:
     found, expected = cache.step([(0, 5), (1, 1), (2, 1)])
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     q, k, v = cache.draw([(0, 5), (1, 1), (2, 1)])
-    narrow = cache.backend.forward(q, k, v, cache.spec, cache.kv)
-    wide = cache.backend.forward(q, k, v, SPEC, cache.kv)
+    narrow = cache.backend.forward(q, k, v, cache.spec, cache.paged)
+    wide = cache.backend.forward(q, k, v, SPEC, cache.paged)
     assert not torch.allclose(narrow, wide)
-    again = cache.backend.forward(q, k, v, cache.spec, cache.kv)
+    again = cache.backend.forward(q, k, v, cache.spec, cache.paged)
     assert torch.equal(narrow, again)
 
 

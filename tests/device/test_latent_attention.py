@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backend_engine.attention.paged_kv import paged_kv
 from backend_engine.attention.torch_attention import TorchAttention
 from backend_engine.core.kv_spec import LatentSpec
 from backend_engine.layers.latent_attention import LatentAttention, LatentAttentionDecl
@@ -106,7 +107,7 @@ def test_it_is_the_attention_of_the_keys_and_values_that_the_vectors_stand_for(
     expected = [direct(x[request].double(), weights, decl) for request in range(2)]
     tables = np.random.default_rng(seed).permutation(2 * LEN // SIZE).reshape(2, -1).astype(np.int32)
     (width,) = decl.cache_spec()
-    cache = torch.full((tables.size, 1, SIZE, 1, width), math.nan)
+    cache = paged_kv(torch.full((tables.size, 1, SIZE, 1, width), math.nan))
     rotary = Rotary(decl.rope, TorchOps(), TensorOptions(torch.float32, CPU))
     done = [0, 0]
     for rows in STEPS:

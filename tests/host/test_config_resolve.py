@@ -53,7 +53,7 @@ def test_defaults() -> None:
     scheduler = config.scheduler
     assert (scheduler.capacity_policy, scheduler.waiting_queue_policy) == ("guaranteed_no_evict", "priority")
     assert scheduler.context_chunking_policy == "first_come_first_served"
-    assert config.kv_cache == KvCacheConfig(tokens_per_block=32)
+    assert config.kv_cache == KvCacheConfig(tokens_per_block=32, dtype="float32")
     assert config.tokens_per_block == 32
 
 
@@ -95,7 +95,7 @@ def test_limits_of_the_kv_cache(changes: dict[str, Any], message: str) -> None:
 def test_a_contiguous_cache_has_runs_of_max_seq_len_and_no_reuse_and_says_so() -> None:
     resolved = _resolve(kv_cache_config=KvCacheConfig(layout="contiguous", tokens_per_block=7), max_seq_len=100)
     assert resolved.config.kv_cache == KvCacheConfig(
-        layout="contiguous", tokens_per_block=100, enable_block_reuse=False
+        layout="contiguous", tokens_per_block=100, enable_block_reuse=False, dtype="float32"
     )
     assert _reasons(resolved, "contiguous") == [
         "tokens_per_block 100: max_seq_len, since the KV cache's layout is contiguous",
@@ -173,3 +173,43 @@ def test_a_model_that_states_no_limit_needs_one_unless_its_state_is_recurrent() 
     assert resolved.config.max_seq_len == 8192
     assert _reasons(resolved, "max_seq_len 8192: config.json states no limit")
     assert resolve(EngineArgs("model", max_seq_len=50), ModelFacts(), machine).config.max_seq_len == 50
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_checkpoint", "dtype", "expected", "reason"),
+    [
+        ("auto", None, "auto", "float32", "kv_cache_dtype float32: the model's dtype"),
+        ("auto", None, "bfloat16", "bfloat16", "kv_cache_dtype bfloat16: the model's dtype"),
+        ("auto", "fp8", "auto", "fp8", "kv_cache_dtype fp8: the checkpoint was made for it"),
+        ("auto", "int8", "float16", "int8", "kv_cache_dtype int8: the checkpoint was made for it"),
+        ("float32", "fp8", "bfloat16", "float32", None),
+        ("bfloat16", None, "auto", "bfloat16", None),
+        ("float16", None, "auto", "float16", None),
+        ("fp8", None, "auto", "fp8", None),
+        ("fp8_e5m2", "fp8", "auto", "fp8_e5m2", None),
+        ("int8", None, "auto", "int8", None),
+    ],
+)
+def test_the_kv_cache_has_the_dtype_asked_for_else_that_of_the_checkpoint_else_that_of_the_model(
+    asked: str, of_checkpoint: str | None, dtype: str, expected: str, reason: str | None
+) -> None:
+    args = EngineArgs("model", dtype=dtype, kv_cache_config=KvCacheConfig(dtype=asked))
+    facts = ModelFacts(max_positions=MAX_SEQ_LEN, kv_cache_dtype=of_checkpoint)
+    resolved = resolve(args, facts, DeviceInfo(False, 1))
+    assert resolved.config.kv_cache.dtype == expected
+    assert _reasons(resolved, "kv_cache_dtype") == ([] if reason is None else [reason])
+
+
+def test_an_unknown_dtype_of_the_kv_cache_is_refused_with_the_choices() -> None:
+    allowed = "auto, float32, bfloat16, float16, fp8, fp8_e5m2, int8"
+    with pytest.raises(ConfigError, match=f"^kv_cache_dtype 'fp9' is not allowed; use {allowed}$"):
+        _resolve(kv_cache_config=KvCacheConfig(dtype="fp9"))
+
+
+def test_a_narrower_cache_makes_up_for_a_state_with_more_tokens() -> None:
+    facts = ModelFacts(max_positions=10_000, elements_per_token=100, state_bytes=400 * 320)
+    sizes = [
+        resolve(EngineArgs("model", kv_cache_config=KvCacheConfig(dtype=dtype)), facts, DeviceInfo(False, 1))
+        for dtype in ("float32", "bfloat16", "fp8", "int8")
+    ]
+    assert [resolved.config.tokens_per_block for resolved in sizes] == [320, 640, 1280, 1280]

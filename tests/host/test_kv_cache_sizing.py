@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from backend_engine.config.engine_config import KvCacheConfig
+from backend_engine.config.kv_formats import KvFormat
 from backend_engine.core.kv_spec import KvSpec, LatentSpec, StateSpec
 from backend_engine.errors import ConfigError
 from backend_engine.kv_cache.sizing import (
@@ -22,14 +23,17 @@ PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_bytes_per_block_adds_up_layers_of_different_shape() -> None:
-    assert bytes_per_block([KvSpec(2, 64), KvSpec(4, 32), KvSpec(1, 8)], 2, 16) == 16 * 2 * 2 * (128 + 128 + 8)
+    assert bytes_per_block([KvSpec(2, 64), KvSpec(4, 32), KvSpec(1, 8)], KvFormat(2), 16) == 16 * 2 * 2 * (
+        128 + 128 + 8
+    )
 
 
 def test_a_block_holds_one_state_a_layer_in_float32_whatever_its_tokens_and_their_dtype() -> None:
     states = StateSpec(((3, 20), (2, 4, 5)))
     for element_bytes, tokens_per_block in ((2, 16), (4, 16), (2, 1)):
-        assert bytes_per_block([states, states], element_bytes, tokens_per_block) == 2 * 4 * (60 + 40)
-    assert bytes_per_block([KvSpec(2, 64), states, LatentSpec(12)], 2, 16) == 16 * 2 * (2 * 128 + 12) + 400
+        assert bytes_per_block([states, states], KvFormat(element_bytes), tokens_per_block) == 2 * 4 * (60 + 40)
+    assert bytes_per_block([KvSpec(2, 64), states, LatentSpec(12)], KvFormat(2), 16) == 16 * 2 * (2 * 128 + 12) + 400
+    assert bytes_per_block([KvSpec(2, 64), states, LatentSpec(12)], KvFormat(1, 4), 16) == 16 * (4 * 68 + 16) + 400
 
 
 def test_blocks_needed_round_up_per_request() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from backend_engine.checkpoint.hf_folder import read_generation_config, read_sampling_defaults
+from backend_engine.checkpoint.generation_config import generation_defaults, sampling_defaults
+from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.errors import ModelLoadError
@@ -38,13 +39,13 @@ def model_folder(folder: Path, config: dict[str, Any], generation: dict[str, Any
 def test_end_ids(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, end_ids: tuple[int, ...]
 ) -> None:
-    assert read_generation_config(model_folder(tmp_path, config, generation)).end_ids == end_ids
+    assert generation_defaults(open_checkpoint(model_folder(tmp_path, config, generation))).end_ids == end_ids
 
 
 def test_end_ids_that_are_none(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, {"text_config": {"eos_token_id": "x"}})
     with pytest.raises(ModelLoadError, match=r"config\.json: text_config: eos_token_id is 'x'; expected an integer"):
-        read_generation_config(folder)
+        generation_defaults(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_end_ids_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_model_recommends(tmp_path: Path, values: dict[str, Any], defaults: SamplingDefaults) -> None:
-    assert read_sampling_defaults(model_folder(tmp_path, {}, values)) == defaults
+    assert sampling_defaults(open_checkpoint(model_folder(tmp_path, {}, values))) == defaults
 
 
 def test_what_a_request_sets_wins() -> None:
@@ -91,10 +92,10 @@ def test_a_value_out_of_range(tmp_path: Path, key: str, value: Any, words: str) 
     """Named with its file, whether it would be used or not."""
     folder = model_folder(tmp_path, {}, {key: value})
     with pytest.raises(ModelLoadError) as caught:
-        read_sampling_defaults(folder)
+        sampling_defaults(open_checkpoint(folder))
     assert str(caught.value).startswith(f"{folder / 'generation_config.json'}: {words}")
 
 
 def test_defaults_of_a_model_that_has_none(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no generation_config\.json, and generation_config is model"):
-        read_sampling_defaults(model_folder(tmp_path, {}))
+        sampling_defaults(open_checkpoint(model_folder(tmp_path, {})))

@@ -126,13 +126,9 @@ def test_a_context_that_is_not_stretched_leaves_the_scale(settings: dict[str, An
     assert mixer.scale == 192**-0.5 and mixer.rope.scaling == NoScaling()
 
 
-FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-
-
 @pytest.mark.parametrize(
     ("family", "values", "changes", "message"),
     [
-        (deepseek_v3, V3, {"quantization_config": FP8}, "quantization_config is .*'fp8'.*; expected no such key"),
         (deepseek_v3, V3, {"n_group": 7}, "n_group is 7; expected a divisor of n_routed_experts, 256"),
         (deepseek_v3, V3, {"n_group": 256}, "n_group is 256; expected a divisor .* at least 2 experts a group"),
         (deepseek_v3, V3, {"n_group": None}, "n_group is missing"),

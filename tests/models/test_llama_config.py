@@ -70,10 +70,6 @@ def test_absent_values_take_the_defaults_of_the_format() -> None:
             "config.json: hidden_act is 'tanh'; expected one of gelu, gelu_new, gelu_pytorch_tanh, relu, silu, swish",
         ),
         ({"pretraining_tp": 2}, "config.json: pretraining_tp is 2; expected 1"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "config.json: quantization_config is {'quant_method': 'gptq'}; expected no such key",
-        ),
         ({"sliding_window": 64}, "config.json: sliding_window is 64; expected no such key"),
         ({"final_logit_softcapping": 30.0}, "config.json: final_logit_softcapping is 30.0; expected no such key"),
         (

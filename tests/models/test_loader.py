@@ -11,8 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend_engine.checkpoint.hf_folder import GenerationDefaults, read_generation_config, read_hf_config
+from backend_engine.checkpoint.generation_config import GenerationDefaults, generation_defaults
+from backend_engine.checkpoint.hf_folder import read_hf_config
 from backend_engine.checkpoint.loader import load_weights
+from backend_engine.checkpoint.open_checkpoint import open_checkpoint
+from backend_engine.checkpoint.safetensors_reader import SafetensorsReader
+from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.model_engine.model_engine import ModelEngine
@@ -20,6 +24,7 @@ from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import load_model
 from backend_engine.models.weight_plan import plan
 from backend_engine.models.weight_rules import Fuse, Ignore, LoadTarget, Rename, Split, Tie, Transpose
+from backend_engine.quantization.weight_format import NoQuantization
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import build_tiny_llama
 from tests.support.tiny_models import build_tiny_model, reference_logits
@@ -80,8 +85,13 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def only_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def only_named(name: str) -> Edit:
+    """The weights under another name."""
+
+    def edit(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / name)
+
+    return edit
 
 
 Q0, UP1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -142,8 +152,12 @@ Q0, UP1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.
         (config(lambda c: c.update(architectures=[])), r"^config\.json: architectures is \[\]; expected a list of one"),
         (config(lambda c: c.update(hidden_act="tanh")), r"^config\.json: hidden_act is 'tanh'; expected one of "),
         (
-            only_pickle,
-            r"has no weights: expected model\.safetensors or model\.safetensors\.index\.json; pytorch_model\.bin is of",
+            only_named("pytorch_model.bin"),
+            r"pytorch_model\.bin is not a file that torch\.save wrote",
+        ),
+        (
+            only_named("consolidated.00.pth"),
+            r"has no weights: expected one of model\.safetensors, .*; consolidated\.00\.pth has none of these names",
         ),
         (
             config(lambda c: c.update(tie_word_embeddings=True)),
@@ -188,7 +202,7 @@ def escaping_index(folder: Path) -> None:
             moved_in_index,
             r"does not hold tensor model\.norm\.weight, which model\.safetensors\.index\.json lists for it$",
         ),
-        (escaping_index, r"weight_map gives a the file '\.\./other\.safetensors'; expected a file name$"),
+        (escaping_index, r"weight_map gives a the file '\.\./other\.safetensors'; expected a file name that ends in"),
         (text("model.safetensors.index.json", "{}"), r"weight_map is missing or empty; expected an object"),
         (text("model.safetensors.index.json", "{"), r"index\.json is not valid JSON: "),
     ],
@@ -206,7 +220,9 @@ def test_what_is_not_a_model_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     assert re.search(r"empty is empty; expected config\.json and model\.safetensors$", refusal(tmp_path / "empty"))
-    assert re.search(r"file is not a folder; expected a Hugging Face model folder$", refusal(tmp_path / "file"))
+    assert re.search(
+        r"file is not a folder; expected a Hugging Face model folder, or a file named", refusal(tmp_path / "file")
+    )
     assert re.search(r"absent does not exist; expected a Hugging Face model folder$", refusal(tmp_path / "absent"))
 
 
@@ -262,7 +278,7 @@ def test_end_ids_come_from_the_generation_config_else_from_the_config(
     text("config.json", json.dumps(model))(tmp_path)
     if generation is not None:
         text("generation_config.json", json.dumps(generation))(tmp_path)
-    assert read_generation_config(tmp_path) == expected
+    assert generation_defaults(open_checkpoint(tmp_path)) == expected
     assert read_hf_config(tmp_path) == model
 
 
@@ -270,7 +286,7 @@ def test_a_faulty_end_id_is_refused(tmp_path: Path) -> None:
     text("config.json", "{}")(tmp_path)
     text("generation_config.json", '{"eos_token_id": "</s>"}')(tmp_path)
     with pytest.raises(ModelLoadError, match=r"^generation_config\.json: eos_token_id is '</s>'; expected an integer"):
-        read_generation_config(tmp_path)
+        generation_defaults(open_checkpoint(tmp_path))
 
 
 def test_every_kind_of_rule_fills_its_parameters(tmp_path: Path) -> None:
@@ -300,7 +316,8 @@ def test_every_kind_of_rule_fills_its_parameters(tmp_path: Path) -> None:
         "table": ((3, 2), (3,)),
     }
     targets = {name: LoadTarget(torch.full(shape, -1.0), parts) for name, (shape, parts) in shapes.items()}
-    load_weights(tmp_path, targets, rules)
+    files = TensorFiles([SafetensorsReader(tmp_path / "model.safetensors")])
+    load_weights(StoredWeights(files, NoQuantization(), "here"), targets, rules, "here")
     found = {name: target.tensor for name, target in targets.items()}
     assert torch.equal(found["layers.0.attn"], stored["h.0.attn.weight"].T)
     assert torch.equal(torch.cat((found["layers.0.top"], found["layers.0.bottom"])), stored["h.0.both"])

@@ -5,12 +5,16 @@ once.
 """
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 
 from backend_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec
+from backend_engine.attention.paged_kv import KvScales, paged_kv
 from backend_engine.attention.torch_attention import TorchAttention
+from backend_engine.core.kv_spec import KvSpec, LatentSpec
+from backend_engine.kv_cache.kv_pool import KVPool
 from backend_engine.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
@@ -20,6 +24,14 @@ SIZE = 4
 MAX_LEN = 24 * SIZE
 LAYOUTS = {"paged": SIZE, "contiguous": MAX_LEN, "contiguous_of_prime_length": MAX_LEN + 1}
 Row = tuple[int, int]  # request, tokens now
+# Keys (0) or values (1) as a cache holds them.
+Rounding = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def spoil(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill a pool with NaN, and with any number where its tensors cannot hold one."""
+    for tensor in tensors:
+        tensor.fill_(math.nan if tensor.is_floating_point() else 77)
 
 
 def sinks_of(spec: AttentionSpec) -> torch.Tensor | None:
@@ -71,16 +83,30 @@ class Cache:
     """One layer's cache: requests with shuffled blocks; remembers all keys and values for ``dense``."""
 
     def __init__(
-        self, num_requests: int, spec: AttentionSpec, dtype: torch.dtype, seed: int = 0, size: int = SIZE
+        self,
+        num_requests: int,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        seed: int = 0,
+        size: int = SIZE,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: KvScales = KvScales(),
+        rounding: Rounding = lambda x, plane: x,
     ) -> None:
-        self.spec, self.dtype, self.size = spec, dtype, size
+        """``dtype``: of q, k, v, and of the cache unless ``kv_dtype`` says otherwise. ``rounding``: what the cache does
+        to keys and values.
+        """
+        self.spec, self.dtype, self.size, self.rounding = spec, dtype, size, rounding
         self.backend: AttentionBackend = TorchAttention(TorchOps(), CPU)
         self.random = [torch.Generator().manual_seed(100 * seed + i) for i in range(num_requests)]
         self.max_blocks = -(-MAX_LEN // size)
         ids = np.random.default_rng(seed).permutation(num_requests * self.max_blocks)
         self.tables = ids.reshape(num_requests, self.max_blocks).astype(np.int32)
-        planes = 2 if spec.value_dim is None else 1
-        self.kv = torch.full((len(ids), planes, size, spec.num_kv_heads, spec.head_dim), math.nan, dtype=dtype)
+        stored = KvSpec(spec.num_kv_heads, spec.head_dim) if spec.value_dim is None else LatentSpec(spec.head_dim)
+        pool = KVPool([stored], len(ids), size, kv_dtype or dtype, CPU)
+        spoil(pool.tensors)
+        self.kv = pool.tensors[0]
+        self.paged = paged_kv(pool.layers[0], kv_scales)
         empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=dtype)
         self.keys, self.values = [empty] * num_requests, [empty[..., : spec.value_dim]] * num_requests
 
@@ -100,12 +126,14 @@ class Cache:
         expected, start = [], 0
         for request, count in rows:
             new = slice(start, start + count)
-            self.keys[request] = torch.cat((self.keys[request], k[new]))
-            self.values[request] = torch.cat((self.values[request], v[new]))
+            keys = self.rounding(k[new], 0)
+            values = self.rounding(v[new], 1) if self.spec.value_dim is None else keys[..., : self.spec.value_dim]
+            self.keys[request] = torch.cat((self.keys[request], keys))
+            self.values[request] = torch.cat((self.values[request], values))
             expected.append(dense(q[new], self.keys[request], self.values[request], self.spec))
             start += count
         if is_first_layer:
             kv_lens = [len(self.keys[request]) for request, _ in rows]
             tables = self.tables[[request for request, _ in rows]]
             self.backend.prepare(metadata_of([count for _, count in rows], kv_lens, tables, self.size))
-        return self.backend.forward(q, k, v, self.spec, self.kv, sinks_of(self.spec)), torch.cat(expected)
+        return self.backend.forward(q, k, v, self.spec, self.paged, sinks_of(self.spec)), torch.cat(expected)

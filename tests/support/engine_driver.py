@@ -9,10 +9,11 @@ import torch
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.batch import ScheduledRequest, SchedulerOutput
 from backend_engine.core.request import LlmRequest, StopConditions
-from backend_engine.kv_cache.kv_pool import KVPool
+from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import load_model
+from tests.support.attention_cache import spoil
 
 MAX_SEQ_LEN = 160
 
@@ -33,6 +34,7 @@ class EngineDriver:
         num_blocks: int = 100,
         max_attention_window: tuple[int, ...] | None = None,
         model_backend: str = "auto",
+        kv_dtype: str | None = None,
     ) -> None:
         loaded = load_model(
             folder,
@@ -43,10 +45,13 @@ class EngineDriver:
             model_backend=model_backend,
         )
         self.pool = KVPool(
-            loaded.traits.cache_specs, num_blocks, tokens_per_block, loaded.options.dtype, loaded.options.device
+            loaded.traits.cache_specs,
+            num_blocks,
+            tokens_per_block,
+            KV_DTYPES[kv_dtype or dtype],
+            loaded.options.device,
         )
-        for tensor in self.pool.tensors:
-            tensor.fill_(float("nan"))
+        spoil(self.pool.tensors)
         self.engine = ModelEngine(loaded, self.pool, EngineLimits(8, 256, MAX_SEQ_LEN))
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self._blocks: dict[int, list[int]] = {}

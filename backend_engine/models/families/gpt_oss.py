@@ -1,5 +1,5 @@
 """GPT-OSS: windows on every second layer, sinks in every attention, and experts of clamped SwiGLU, stored stacked, with
-gate and up alternating, in MXFP4 or plain.
+gate and up alternating, usually in MXFP4.
 """
 
 from backend_engine.config.hf_config import HfConfig
@@ -60,9 +60,6 @@ def _experts(config: HfConfig) -> MoeDecl:
 
 
 def _build(config: HfConfig) -> ArchSpec:
-    stored = config.section("quantization_config")
-    if stored is not None:
-        stored.choice("quant_method", ("mxfp4",))
     experts = _experts(config)
     layers = tuple(LayerDecl(attention, experts) for attention in _attention(config))
     return decoder_spec(config, layers, default_eps=_DEFAULT_EPS, default_positions=_DEFAULT_POSITIONS)

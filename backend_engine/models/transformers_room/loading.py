@@ -5,7 +5,7 @@ Called by the model loader. Every fault of the folder, and every model that the 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +34,8 @@ _logger = get_logger(__name__)
 T = TypeVar("T")
 # Called with how many parts are done, how many there are, and what the last one was.
 Progress = Callable[[int, int, str], None]
+# From the shapes of the model's parameters to the checkpoint's tensors, all of them plain.
+ReadWeights = Callable[[Mapping[str, tuple[int, ...]]], dict[str, torch.Tensor]]
 
 # What a model's code, which is not ours, may raise when it is run in a way that it was not written for.
 _MODEL_ERRORS = (
@@ -51,6 +53,7 @@ class LoadedTransformersModel(NamedTuple):
 
 def load_transformers_model(
     source: ModelSource,
+    read_weights: ReadWeights,
     options: TensorOptions,
     ops: TorchOps,
     attention_backend: str = "auto",
@@ -59,12 +62,13 @@ def load_transformers_model(
 ) -> LoadedTransformersModel:
     """Load, learn the calls of attention, pack the linear layers, and check the result.
 
+    read_weights: see ``ReadWeights``; called for what transformers itself would not read as we do.
     max_windows: upper bounds of the layers' sliding windows, repeated over the layers. Raises ``ModelLoadError``, or
     ``ConfigError`` for an attention backend that cannot serve the model.
     """
     _check_config(source)
     register_attention()
-    model = _read(source, options, progress)
+    model = _read(source, read_weights, options, progress)
     _check_class(model)
     faulty = tuple(name for name, parameter in model.named_parameters() if bool(parameter.isnan().any()))
     with torch.inference_mode():
@@ -79,11 +83,11 @@ def load_transformers_model(
             pack_linears(model, recording.linears, Unquantized(), options)
             replace_norms(model)
         _use_attention(model, PAGED)
-        paged = TransformersModel(model, calls, specs, backend, recording.vocab_size)
+        paged = TransformersModel(model, calls, specs, backend, recording.vocab_size, options.dtype)
         _check(paged, expected, options)
         if max_windows:
             # The user's windows change the logits: they come after the check.
-            paged = TransformersModel(model, calls, bounded, backend, recording.vocab_size)
+            paged = TransformersModel(model, calls, bounded, backend, recording.vocab_size, options.dtype)
     return LoadedTransformersModel(paged, faulty)
 
 
@@ -92,7 +96,7 @@ def read_config(source: ModelSource) -> Any:
     _check_config(source)
     try:
         return AutoConfig.from_pretrained(
-            source.model_dir, local_files_only=True, trust_remote_code=source.trust_remote_code
+            str(source.model_dir), local_files_only=True, trust_remote_code=source.trust_remote_code
         )
     except _MODEL_ERRORS as error:
         raise ModelLoadError(f"transformers cannot read config.json of {source.model_dir}: {one_line(error)}") from None
@@ -101,9 +105,7 @@ def read_config(source: ModelSource) -> Any:
 def _check_config(source: ModelSource) -> None:
     """Refuse what config.json alone tells."""
     name, config = source.architecture, source.config
-    where = f"config.json of {source.model_dir}"
-    if config.get("quantization_config") is not None:
-        raise ModelLoadError(f"{where}: quantization_config is set; the transformers backend runs plain weights only")
+    where = source.where
     if config.get("is_encoder_decoder"):
         raise refuse(name, "it is an encoder-decoder")
     if source.trust_remote_code and "AutoModelForCausalLM" in (config.get("auto_map") or {}):
@@ -116,7 +118,7 @@ def _check_config(source: ModelSource) -> None:
         )
 
 
-def _read(source: ModelSource, options: TensorOptions, progress: Progress | None) -> Any:
+def _read(source: ModelSource, read_weights: ReadWeights, options: TensorOptions, progress: Progress | None) -> Any:
     """The model with its weights, on its device; every parameter must be in the checkpoint, and nothing else."""
     if progress:
         progress(0, 1, "transformers")
@@ -126,13 +128,12 @@ def _read(source: ModelSource, options: TensorOptions, progress: Progress | None
     auto_model: Any = AutoModelForCausalLM
     try:
         model, report = auto_model.from_pretrained(
-            source.model_dir,
             local_files_only=True,
             trust_remote_code=source.trust_remote_code,
             dtype=options.dtype,
             attn_implementation="eager",
-            use_safetensors=True,
             output_loading_info=True,
+            **_weights(source, read_weights),
         )
     except _MODEL_ERRORS as error:
         raise ModelLoadError(f"transformers cannot load {source.model_dir}: {one_line(error)}") from None
@@ -152,6 +153,23 @@ def _read(source: ModelSource, options: TensorOptions, progress: Progress | None
     if progress:
         progress(1, 1, "transformers")
     return model.to(options.device).eval()
+
+
+def _weights(source: ModelSource, read_weights: ReadWeights) -> dict[str, Any]:
+    """Where ``from_pretrained`` takes the weights from: the folder, or, where it holds packed ones or no safetensors
+    files, what ``read_weights`` gives.
+    """
+    is_plain = not source.config.get("quantization_config")
+    if is_plain and any(source.model_dir.glob("*.safetensors")):
+        return {"pretrained_model_name_or_path": str(source.model_dir), "use_safetensors": True}
+    config = read_config(source)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    auto_model: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        shell = auto_model.from_config(config, trust_remote_code=source.trust_remote_code)
+    shapes = {name: tuple(tensor.shape) for name, tensor in shell.state_dict().items()}
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": read_weights(shapes)}
 
 
 def _check_class(model: Any) -> None:

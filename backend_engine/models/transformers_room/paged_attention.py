@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backend_engine.attention.interface import AttentionBackend, AttentionSpec
+from backend_engine.attention.paged_kv import PagedKv
 from backend_engine.layers.parts import LayerCache
 
 # Under this name the function is registered with transformers.
@@ -35,9 +37,11 @@ class PagedCall:
 class PagedStep:
     """Answers the calls of one forward pass in the order in which they were recorded. Serves one thread."""
 
-    def __init__(self, calls: Sequence[PagedCall], backend: AttentionBackend) -> None:
+    def __init__(self, calls: Sequence[PagedCall], backend: AttentionBackend, dtype: torch.dtype) -> None:
+        """``dtype``: of queries, keys and values; others are converted."""
         self._calls = tuple(calls)
         self._backend = backend
+        self._dtype = dtype
         self._caches: Sequence[LayerCache] = ()
         self._next = 0
 
@@ -59,15 +63,14 @@ class PagedStep:
         assert call.module is module, f"call {index} of attention comes from another module than at load"
         self._next = index + 1
         spec, cache = call.spec, self._caches[index]
-        assert isinstance(cache, Tensor)
+        assert isinstance(cache, PagedKv), f"call {index} has no cache of keys and values"
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         width = spec.head_dim
         if call.key_dim < width:
             q, k = F.pad(q, (0, width - call.key_dim)), F.pad(k, (0, width - call.key_dim))
         if call.value_dim < width:
             v = F.pad(v, (0, width - call.value_dim))
-        if k.dtype != cache.dtype:
-            q, k, v = q.to(cache.dtype), k.to(cache.dtype), v.to(cache.dtype)
+        q, k, v = (x.to(self._dtype) for x in (q, k, v))
         out = self._backend.forward(q, k, v, spec, cache, sinks)
         return out[None, :, :, : call.value_dim] if call.value_dim < width else out.unsqueeze(0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backend_engine.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec, IntArray
+from backend_engine.attention.paged_kv import PagedKv, paged_kv
 from backend_engine.models.model_inputs import ModelInputs
 from backend_engine.models.transformers_room.facts import max_positions
 
@@ -27,7 +28,7 @@ _LIMITS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 # The same between two runs of the same operations, in any dtype.
 POSITION_LIMIT = 1e-3
 
-PagedModel = Callable[[ModelInputs, Sequence[Tensor]], Tensor]
+PagedModel = Callable[[ModelInputs, Sequence[PagedKv]], Tensor]
 
 
 class Reference(NamedTuple):
@@ -85,7 +86,7 @@ def distance(
     """
     device = expected.texts[0].device
     caches = [
-        torch.zeros(4, 2, _TOKENS_PER_BLOCK, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+        paged_kv(torch.zeros(4, 2, _TOKENS_PER_BLOCK, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device))
         for spec in specs
     ]
     largest = 0.0

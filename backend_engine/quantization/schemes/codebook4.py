@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
 from backend_engine.quantization.schemes.grouped import num_groups, scale_groups
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
@@ -59,5 +60,18 @@ class Codebook4(WeightScheme):
     def _factors(self, scales: Tensor) -> Tensor:
         if self.scales != "e8m0":
             return scales.to(torch.float32)
-        powers = torch.ldexp(torch.ones((), device=scales.device), scales.to(torch.int32) - _E8M0_BIAS)
+        powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - _E8M0_BIAS)
         return powers.masked_fill_(scales == _E8M0_NAN, float("nan"))
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if tensors["codes"].device.type == "cpu":
+            packed_products()  # compiled now rather than in a request
+        return dict(tensors)
+
+    def multiply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        weight = PackedWeight(
+            Codes.CODEBOOK4, tensors["codes"], tensors["scales"], self.group_size,
+            row_scale=tensors.get("row_scale"), values=self.values,
+        )  # fmt: skip
+        product = multiply_packed(weight, x)
+        return super().multiply(tensors, x) if product is None else product

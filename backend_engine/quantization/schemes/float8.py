@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
 from backend_engine.quantization.schemes.grouped import num_groups, scale_groups
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
@@ -28,3 +29,13 @@ class Float8(WeightScheme):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return scale_groups(tensors["codes"].to(torch.float32), tensors["scales"], self.group_size)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if tensors["codes"].device.type == "cpu":
+            packed_products()  # compiled now rather than in a request
+        return dict(tensors)
+
+    def multiply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        kind = Codes.E4M3 if self.dtype == torch.float8_e4m3fn else Codes.E5M2
+        product = multiply_packed(PackedWeight(kind, tensors["codes"], tensors["scales"], self.group_size), x)
+        return super().multiply(tensors, x) if product is None else product

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
 from backend_engine.quantization.schemes.grouped import num_groups, per_column, scale_groups, unpack_nibbles
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
@@ -53,3 +54,19 @@ class GroupwiseInt(WeightScheme):
         if self.zero == "offsets":
             values += per_column(tensors["offsets"], self.group_size, values.shape[-1])
         return values
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if tensors["codes"].device.type == "cpu":
+            packed_products()  # compiled now rather than in a request
+        return dict(tensors)
+
+    def multiply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        kind, midpoint = (Codes.INT4, 8.0) if self.bits == 4 else (Codes.INT8, 128.0)
+        if self.zero == "offsets":
+            midpoint = 0.0
+        weight = PackedWeight(
+            kind, tensors["codes"], tensors["scales"], self.group_size, midpoint,
+            zeros=tensors.get("zeros"), offsets=tensors.get("offsets"),
+        )  # fmt: skip
+        product = multiply_packed(weight, x)
+        return super().multiply(tensors, x) if product is None else product

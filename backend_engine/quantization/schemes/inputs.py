@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backend_engine.quantization.schemes.rounding import KINDS, round_tokens, round_tokens_between
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
-
-INT8_LARGEST = 127.0
-FP8_LARGEST = 448.0
 
 
 @dataclass(frozen=True)
@@ -59,43 +57,40 @@ class FactoredInput(WeightScheme):
 
 @dataclass(frozen=True)
 class RoundedInput(WeightScheme):
-    """Every token is rounded to ``kind``, ``int8`` or ``fp8`` (E4M3), and back before the product. is_static: with the
-    checkpoint's ``input_scale``, otherwise with a scale of the token's own, from its largest number.
+    """Every token is rounded to ``kind``, a key of ``rounding.KINDS``, and back before the product. is_static: with the
+    checkpoint's ``input_scale`` (and, where it is not symmetric, the integer ``input_zero`` that stands for 0),
+    otherwise with a scale of the token's own, or one for each ``group_size`` columns.
     """
 
     weight: WeightScheme
     kind: str
     is_static: bool
+    group_size: int | None = None
+    is_symmetric: bool = True
 
     def __post_init__(self) -> None:
-        assert self.kind in ("int8", "fp8"), self
+        assert self.kind in KINDS, self
+        assert self.group_size is None or self.is_symmetric, self
+        assert self.is_static or self.kind != "nvfp4", self
 
     def components(self, in_features: int) -> dict[str, Component]:
-        found = self.weight.components(in_features)
-        if self.is_static:
-            found["input_scale"] = Component((1,), torch.float32, per_row=False)
-        return found
+        number = Component((1,), torch.float32, per_row=False)
+        return {**self.weight.components(in_features), **dict.fromkeys(self._own_names(), number)}
+
+    def _own_names(self) -> tuple[str, ...]:
+        names = ("input_scale", "input_zero") if self.is_static else ()
+        return names[:1] if self.is_symmetric else names
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.weight.decode(tensors)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = {"input_scale": tensors["input_scale"]} if self.is_static else {}
-        return {**self.weight.prepare(tensors), **kept}
+        return {**self.weight.prepare(tensors), **{name: tensors[name] for name in self._own_names()}}
 
     def multiply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        return self.weight.multiply(tensors, round_tokens(x, self.kind, tensors.get("input_scale")))
-
-
-def round_tokens(x: Tensor, kind: str, scale: Tensor | None) -> Tensor:
-    """``x [num_tokens, size]`` rounded to ``kind`` and back, with one ``scale`` or, without it, one a token."""
-    largest = INT8_LARGEST if kind == "int8" else FP8_LARGEST
-    wide = x.to(torch.float32)
-    if scale is None:
-        scale = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
-    steps = wide / scale
-    if kind == "int8":
-        steps = steps.round_().clamp_(-INT8_LARGEST - 1, INT8_LARGEST)
-    else:
-        steps = steps.clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).to(torch.float32)
-    return (steps * scale).to(x.dtype)
+        if self.is_static or self.is_symmetric:
+            scale, zero = tensors.get("input_scale"), tensors.get("input_zero")
+            rounded = round_tokens(x, self.kind, scale, zero, self.group_size)
+        else:
+            rounded = round_tokens_between(x, self.kind)
+        return self.weight.multiply(tensors, rounded)

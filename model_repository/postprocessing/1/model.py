@@ -7,6 +7,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend_engine.errors import EngineError
+from backend_engine.hub import local_path
 from backend_engine.text.tokenizer import load_tokenizer
 from backend_engine.triton_io import parameters
 from backend_engine.triton_io.config_completion import complete
@@ -28,7 +29,7 @@ class TritonPythonModel:
         """Load the tokenizer; a bad setting or file fails the load with one line."""
         try:
             settings = parameters.read_postprocessing(json.loads(args["model_config"]))
-            self._tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
+            self._tokenizer = load_tokenizer(local_path(settings.tokenizer_dir), settings.trust_remote_code)
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._skip_special_tokens = settings.skip_special_tokens

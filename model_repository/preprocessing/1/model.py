@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from backend_engine.admission import check_vocabulary
-from backend_engine.checkpoint.hf_folder import read_generation_config, read_hf_config
+from backend_engine.checkpoint.generation_config import generation_defaults
+from backend_engine.checkpoint.open_checkpoint import is_checkpoint, open_checkpoint
 from backend_engine.errors import EngineError
+from backend_engine.hub import local_path
 from backend_engine.logger import get_logger
 from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.tokenizer import check_same_tokenizer, load_tokenizer
@@ -33,13 +34,15 @@ class TritonPythonModel:
         """Load the tokenizer; a bad setting or file fails the load with one line."""
         try:
             settings = parameters.read_preprocessing(json.loads(args["model_config"]))
-            tokenizer = load_tokenizer(settings.tokenizer_dir, settings.trust_remote_code)
+            tokenizer_dir = local_path(settings.tokenizer_dir)
+            tokenizer = load_tokenizer(tokenizer_dir, settings.trust_remote_code)
             facts = ModelFacts.of(tokenizer, {}, ())
-            model_dir = settings.model_dir or settings.tokenizer_dir
-            check_same_tokenizer(tokenizer, settings.tokenizer_dir, model_dir, settings.trust_remote_code)
-            if settings.model_dir or (Path(model_dir) / "config.json").exists():
-                facts = ModelFacts.of(tokenizer, read_hf_config(model_dir), read_generation_config(model_dir).end_ids)
-            check_vocabulary(tokenizer, settings.tokenizer_dir, facts.vocab_size)
+            model_dir = local_path(settings.model_dir) if settings.model_dir else tokenizer_dir
+            check_same_tokenizer(tokenizer, tokenizer_dir, model_dir, settings.trust_remote_code)
+            if settings.model_dir or is_checkpoint(model_dir):
+                checkpoint = open_checkpoint(model_dir)
+                facts = ModelFacts.of(tokenizer, checkpoint.config, generation_defaults(checkpoint).end_ids)
+            check_vocabulary(tokenizer, tokenizer_dir, facts.vocab_size)
             self._builder = PromptBuilder(tokenizer, ChatTemplate(tokenizer), facts, settings)
         except EngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None

@@ -1,0 +1,45 @@
+"""``open_checkpoint``: a model on disk, whatever format it is in.
+
+Called by whoever is given a model's path. Looks at names only; each format's own module reads it, imported when needed.
+"""
+
+import os
+from pathlib import Path
+
+from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.hf_folder import CONFIG_FILE
+from backend_engine.config.gguf_metadata import find_gguf
+from backend_engine.plugins.catalog import CHECKPOINT_FORMATS
+
+_NEMO, _GGUF = ".nemo", ".gguf"
+# What NeMo and Megatron-LM put into a folder.
+_NEMO_SIGNS = ("model_config.yaml", "context", "model_weights.ckpt")
+_MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read what the checkpoint says of itself. Raises ``ModelLoadError`` (one line: file, and what was expected)."""
+    found = Path(path)
+    kind = kind_of(found)
+    if kind == "gguf":
+        found = find_gguf(found) or found
+    checkpoint: Checkpoint = CHECKPOINT_FORMATS.get(kind)(found)
+    return checkpoint
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether anything lies there that says what model it is; a folder of a tokenizer alone does not."""
+    found = Path(path)
+    return found.is_file() or (found / CONFIG_FILE).exists() or kind_of(found) != "hugging_face"
+
+
+def kind_of(path: Path) -> str:
+    """The format by names of files, a key of ``CHECKPOINT_FORMATS``: Hugging Face's when none speaks for another."""
+    if path.is_file():
+        return {_NEMO: "nemo", _GGUF: "gguf"}.get(path.suffix, "hugging_face")
+    if not path.is_dir() or (path / CONFIG_FILE).exists():
+        return "hugging_face"
+    if any(path.glob("*" + _GGUF)):
+        return "gguf"
+    signs = (("nemo", _NEMO_SIGNS), ("megatron", _MEGATRON_SIGNS))
+    return next((kind for kind, names in signs if any(any(path.glob(name)) for name in names)), "hugging_face")
