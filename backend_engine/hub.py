@@ -4,11 +4,12 @@ Called by the front doors with what a user gave as a model or a tokenizer. Talks
 which keeps files in its own cache, shows progress and honours its environment (``HF_HUB_OFFLINE``, ``HF_TOKEN``).
 """
 
+import itertools
 import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
 
 from backend_engine.errors import ModelLoadError
 from backend_engine.logger import get_logger
@@ -35,21 +36,24 @@ def local_path(model: str) -> str:
         if file is not None:
             return hf_hub_download(repo, file)
         return snapshot_download(repo, allow_patterns=_wanted(repo), ignore_patterns=_ELSEWHERE)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise _refusal(model, error) from None
 
 
 def _wanted(repo: str) -> list[str]:
-    """Patterns of the files to fetch: of weights one kind only. Without the Hub, what the cache has."""
+    """Patterns of the files to fetch, of weights one kind only. When nobody answers, the cache's folder has to do, with
+    whatever weights were fetched into it.
+    """
     try:
-        files = HfApi().list_repo_files(repo)
-    except (HfHubHTTPError, OSError) as error:
-        if getattr(getattr(error, "response", None), "status_code", None) is not None:
-            raise
-        return [*_TEXT_FILES, *_WEIGHT_FILES]
-    weights = next((p for p in _WEIGHT_FILES if any(Path(name).match(p) and "/" not in name for name in files)), None)
+        siblings = HfApi().model_info(repo).siblings or []
+    except HfHubHTTPError:
+        raise  # an answer
+    except (HTTPError, ConnectionError):
+        return [*_TEXT_FILES]
     _logger.info("fetching %s from the Hugging Face Hub", repo)
-    return [*_TEXT_FILES, *([] if weights is None else [weights])]
+    files = [Path(sibling.rfilename) for sibling in siblings if "/" not in sibling.rfilename]
+    kinds = (pattern for pattern in _WEIGHT_FILES if any(file.match(pattern) for file in files))
+    return [*_TEXT_FILES, *itertools.islice(kinds, 1)]
 
 
 def _refusal(model: str, error: Exception) -> ModelLoadError:

@@ -78,8 +78,8 @@ class PagedKv(ABC):
             _in_parts(tensor, part_len).index_fill_(0, parts, 0)
 
     def gather(self, parts: Tensor, part_len: int, dtype: torch.dtype) -> Tensor:
-        """``[len(parts), part_len, num_kv_heads, dim]`` in ``dtype``. ``parts``: as in ``clear``, as many of each plane,
-        plane after plane.
+        """``[len(parts), part_len, num_kv_heads, dim]`` in ``dtype``. ``parts``: as in ``clear``, those of the first
+        plane and then as many of the second.
         """
         tensors = [_in_parts(tensor, part_len) for tensor in self.stored]
         out = torch.empty(len(parts), *tensors[0].shape[1:], dtype=dtype, device=parts.device)

@@ -51,14 +51,16 @@ def _qwen3(model: GgufModel) -> Config:
 
 
 def _qwen2_moe(model: GgufModel) -> Config:
-    config = {**_qwen3(model), **read_narrow_experts(model), "norm_topk_prob": False}
+    normalizes = model.keys.flag("expert_weights_norm", False)
+    config = {**_qwen3(model), **read_narrow_experts(model), "norm_topk_prob": normalizes}
     config["qkv_bias"] = config.pop("attention_bias")
     size = model.keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
     return {**config, "shared_expert_intermediate_size": size}
 
 
 def _qwen3_moe(model: GgufModel) -> Config:
-    return {**_qwen3(model), **read_narrow_experts(model), "norm_topk_prob": True}
+    normalizes = model.keys.flag("expert_weights_norm", True)
+    return {**_qwen3(model), **read_narrow_experts(model), "norm_topk_prob": normalizes}
 
 
 def _gemma(model: GgufModel) -> Config:

@@ -19,7 +19,12 @@ if TYPE_CHECKING:  # readers need torch, which whoever only reads configurations
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-MODELOPT_FILE = "hf_quant_config.json"
+# Older exports keep the quantization config in a file of its own; by the method that it is of.
+_CONFIGS_APART = {
+    "modelopt": "hf_quant_config.json",
+    "gptq": "quantize_config.json",
+    "awq": "quant_config.json",
+}
 
 
 class WeightNames(NamedTuple):
@@ -89,10 +94,11 @@ def open_hf_folder(model_dir: str | os.PathLike[str]) -> Checkpoint:
     """The folder's configuration, and its weights once somebody asks for them."""
     folder = _folder(model_dir)
     config = read_hf_config(folder)
-    apart = folder / MODELOPT_FILE
-    if config.get("quantization_config") is None and apart.exists():
-        # Older exports of ModelOpt keep it in a file of its own.
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **_read_object(apart)}}
+    if config.get("quantization_config") is None:
+        apart = next(((m, folder / file) for m, file in _CONFIGS_APART.items() if (folder / file).exists()), None)
+        if apart is not None:
+            method, path = apart
+            config = {**config, "quantization_config": {"quant_method": method, **_read_object(path)}}
     generation = folder / GENERATION_FILE
     return Checkpoint(
         folder,

@@ -72,7 +72,7 @@ def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rule
         stored.check(copy)
         used.update(stored.tensors_of(copy))
     for name in stored.files:
-        is_expected = name in used or name in todo.duplicates
+        is_expected = name in used or name in todo.duplicates or stored.is_empty_bias(name)
         if not is_expected and not any(pattern.fullmatch(name) for pattern in todo.ignored):
             shape = list(stored.files.describe(name).shape)
             raise ModelLoadError(
@@ -111,14 +111,15 @@ def _fill_from(copies: Sequence[Copy], stored: StoredWeights, targets: Mapping[s
     name = copies[0].source.name
     tensors = stored.read(copies[0])
     if stored.format_of(name) is None:
+        numbers = tensors
         (plain,) = tensors.values()
         for copy in copies:
             _fill_plain(targets[copy.parameter], copy, copy.pick(plain))
     else:
-        components = stored.unpack(copies[0], tensors)
+        numbers = stored.unpack(copies[0], tensors)
         for copy in copies:
-            _fill_packed(targets[copy.parameter], copy, components)
-    with_nan = [name for tensor in tensors.values() if _has_nan(tensor)]
+            _fill_packed(targets[copy.parameter], copy, numbers)
+    with_nan = [name for tensor in numbers.values() if _has_nan(tensor)]
     for full_name, tensor in zip(stored.tensors_of(copies[0]), tensors.values(), strict=True):
         stored.files.release(full_name, tensor)
     return with_nan[:1]

@@ -107,6 +107,12 @@ class StoredWeights(Collection[str]):
         names = (module + ending for ending in self._leaves(packing, copy))
         return [name for name in names if name in self.files]
 
+    def is_empty_bias(self, name: str) -> bool:
+        """Whether ``name`` is a bias of zeros beside a packed weight: AutoGPTQ writes one for every layer."""
+        module = name.removesuffix(".bias")
+        is_beside = module != name and self.format_of(module + ".weight") is not None
+        return is_beside and not bool(self.files.read(name).count_nonzero())
+
     def check(self, copy: Copy) -> None:
         """Compare what ``copy`` needs with what the headers say."""
         source = copy.source

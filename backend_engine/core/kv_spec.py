@@ -30,8 +30,7 @@ class LatentSpec(NamedTuple):
     dim: int
 
     def bytes_per_block(self, tokens_per_block: int, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes that the vectors of a block's tokens take in this layer; ``scale_bytes``: of each, beside its elements.
-        """
+        """Bytes that the vectors of a block's tokens take in this layer; ``scale_bytes``: of each vector's scale."""
         return (self.dim * element_bytes + scale_bytes) * tokens_per_block
 
 

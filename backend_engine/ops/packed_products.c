@@ -31,13 +31,15 @@
 #endif
 #endif
 
-#define BLOCK_ROWS 8       /* rows that are decoded together */
+#define BLOCK_ROWS 32      /* most rows that are decoded together: in the second level of the cache */
+#define TILE_ROWS 4        /* of them, so many are multiplied together: in its first level */
+#define MANY_TOKENS 32     /* from so many on, BLOCK_ROWS rows are decoded together, otherwise TILE_ROWS */
+#define X_BLOCK_BYTES 196608 /* of the second level, for the tokens that are multiplied with a block's rows */
 #define BLOCK_COLUMNS 640  /* most columns whose sum is taken before it is added to a result */
 #define BLOCK_STRIDE (BLOCK_COLUMNS + 16) /* rows a power of two apart would compete for the same cache lines */
-#define TILE_ROWS 4
 #define SMALL_PRODUCT 100000 /* weights times tokens that one thread multiplies sooner than two agree on it */
 #define CHUNKS_PER_THREAD 8
-#define CHUNK_ALIGNMENT 16 /* rows; results of two threads lie on different cache lines */
+#define CHUNK_ALIGNMENT 32 /* rows, a multiple of BLOCK_ROWS; results of two threads lie on different cache lines */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -259,6 +261,15 @@ INLINE int64_t block_length(int64_t columns) {
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 
+/* Keeps a vector in a register: compilers would rather read it anew for every product, and reads are scarce. */
+#if LANES == 16 && defined(__AVX512F__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif LANES == 8 && HAS_AVX2
+#define KEEP(vector) __asm__("" : "+x"(vector))
+#else
+#define KEEP(vector) (void)(vector)
+#endif
+
 INLINE vec load(const float *from) {
     vec value;
     memcpy(&value, from, sizeof value);
@@ -308,13 +319,18 @@ INLINE void tile(const int tokens, const float *weight, const float *x, int64_t 
         for (int r = 0; r < TILE_ROWS; r++)
             total[t][r] = (vec){0};
     for (int64_t column = 0; column < length; column += LANES) {
-        vec rows[TILE_ROWS];
-        for (int r = 0; r < TILE_ROWS; r++)
-            rows[r] = load(weight + r * BLOCK_STRIDE + column);
+        vec token[3];
         for (int t = 0; t < tokens; t++) {
-            vec token = load(x + t * x_stride + column);
-            for (int r = 0; r < TILE_ROWS; r++)
-                total[t][r] = multiply_add(rows[r], token, total[t][r]);
+            vec kept = load(x + t * x_stride + column);
+            KEEP(kept);
+            token[t] = kept;
+        }
+        for (int r = 0; r < TILE_ROWS; r++) {
+            vec row = load(weight + r * BLOCK_STRIDE + column);
+            if (tokens > 1)
+                KEEP(row);
+            for (int t = 0; t < tokens; t++)
+                total[t][r] = multiply_add(row, token[t], total[t][r]);
         }
     }
     for (int t = 0; t < tokens; t++)
@@ -396,6 +412,20 @@ INLINE void add_sums(float *out, const float *sums, int count, int has_some) {
         out[r] = has_some ? out[r] + sums[r] : sums[r];
 }
 
+/* Up to TILE_ROWS decoded rows with tokens first_token to stop. */
+static void multiply_tokens(const job *j, const float *weight, int64_t row, int num_rows, int64_t begin,
+                            int64_t length, int64_t first_token, int64_t stop) {
+    for (int64_t token = first_token; token < stop;) {
+        const int64_t left = stop - token;
+        const int tokens = left == 4 || left == 2 ? 2 : left < 3 ? 1 : 3;
+        float sums[3][TILE_ROWS];
+        tile_of(tokens, weight, j->x + token * j->x_stride + begin, j->x_stride, length, sums);
+        for (int t = 0; t < tokens; t++)
+            add_sums(j->out + (token + t) * j->w->rows + row, sums[t], num_rows, begin > 0);
+        token += tokens;
+    }
+}
+
 static void multiply_block(const job *j, int64_t row, int num_rows, float *weight) {
     const packed_weight *w = j->w;
     const int64_t step = block_length(w->columns);
@@ -408,39 +438,31 @@ static void multiply_block(const job *j, int64_t row, int num_rows, float *weigh
             for (int64_t column = end - begin; column < length; column++)
                 decoded[column] = 0;
         }
-        for (int64_t token = 0; token < j->num_tokens;) {
-            const int64_t left = j->num_tokens - token;
-            const int tokens = left == 4 || left == 2 ? 2 : left < 3 ? 1 : 3;
+        const int64_t token_step = X_BLOCK_BYTES / (int64_t)sizeof(float) / length;
+        for (int64_t token = 0; token < j->num_tokens; token += token_step) {
+            const int64_t stop = token + token_step < j->num_tokens ? token + token_step : j->num_tokens;
             for (int first = 0; first < num_rows; first += TILE_ROWS) {
-                float sums[3][TILE_ROWS];
                 const int rows = num_rows - first < TILE_ROWS ? num_rows - first : TILE_ROWS;
-                tile_of(tokens, weight + first * BLOCK_STRIDE, j->x + token * j->x_stride + begin, j->x_stride,
-                        length, sums);
-                for (int t = 0; t < tokens; t++)
-                    add_sums(j->out + (token + t) * w->rows + row + first, sums[t], rows, begin > 0);
+                multiply_tokens(j, weight + first * BLOCK_STRIDE, row + first, rows, begin, length, token, stop);
             }
-            token += tokens;
         }
     }
 }
 
-/* The same for one token, where that is faster: false where it isn't. */
+/* The same of up to TILE_ROWS rows for one token, where that is faster: false where it isn't. */
 static int multiply_block_with_one(const job *j, int64_t row, int num_rows) {
 #if HAS_AVX2 && LANES == 8
     const packed_weight *w = j->w;
     if (j->num_tokens != 1 || w->columns % LANES || (w->group_size % LANES && w->num_groups > 1))
         return 0;
     const int64_t step = block_length(w->columns);
-    for (int first = 0; first < num_rows; first += TILE_ROWS) {
-        const int count = num_rows - first < TILE_ROWS ? num_rows - first : TILE_ROWS;
-        int64_t rows[TILE_ROWS];
-        for (int r = 0; r < TILE_ROWS; r++)
-            rows[r] = row + first + (r < count ? r : 0);
-        for (int64_t begin = 0; begin < w->columns; begin += step) {
-            float sums[TILE_ROWS];
-            one_token_of(w, rows, begin, begin + step < w->columns ? begin + step : w->columns, j->x, sums);
-            add_sums(j->out + row + first, sums, count, begin > 0);
-        }
+    int64_t rows[TILE_ROWS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        rows[r] = row + (r < num_rows ? r : 0);
+    for (int64_t begin = 0; begin < w->columns; begin += step) {
+        float sums[TILE_ROWS];
+        one_token_of(w, rows, begin, begin + step < w->columns ? begin + step : w->columns, j->x, sums);
+        add_sums(j->out + row, sums, num_rows, begin > 0);
     }
     return 1;
 #else
@@ -453,14 +475,15 @@ static void multiply_chunks(void *data) {
     job *j = data;
     /* Rows behind the last of a block are multiplied too, and their results left out. */
     float weight[BLOCK_ROWS * BLOCK_STRIDE] __attribute__((aligned(64)));
-    memset(weight, 0, sizeof weight);
+    const int block_rows = j->num_tokens < MANY_TOKENS ? TILE_ROWS : BLOCK_ROWS;
+    memset(weight, 0, (size_t)block_rows * BLOCK_STRIDE * sizeof(float));
     for (;;) {
         const int64_t start = __atomic_fetch_add(&j->next_row, j->chunk_rows, __ATOMIC_RELAXED);
         const int64_t end = start + j->chunk_rows < j->w->rows ? start + j->chunk_rows : j->w->rows;
         if (start >= end)
             return;
-        for (int64_t row = start; row < end; row += BLOCK_ROWS) {
-            const int num_rows = end - row < BLOCK_ROWS ? (int)(end - row) : BLOCK_ROWS;
+        for (int64_t row = start; row < end; row += block_rows) {
+            const int num_rows = end - row < block_rows ? (int)(end - row) : block_rows;
             if (!multiply_block_with_one(j, row, num_rows))
                 multiply_block(j, row, num_rows, weight);
         }
@@ -487,7 +510,7 @@ static void in_parallel(void (*run)(void *), job *j, int num_threads, parallel_f
     const int64_t work = j->w->rows * j->w->columns * (j->num_tokens ? j->num_tokens : 1);
     const int64_t threads = parallel && work > SMALL_PRODUCT ? num_threads : 1;
     const int64_t wanted = j->w->rows / (threads * CHUNKS_PER_THREAD);
-    j->chunk_rows = (wanted / CHUNK_ALIGNMENT + 1) * CHUNK_ALIGNMENT;
+    j->chunk_rows = (wanted < CHUNK_ALIGNMENT ? 1 : wanted / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT;
     j->next_row = 0;
     if (threads == 1 || j->w->rows <= j->chunk_rows)
         run(j);

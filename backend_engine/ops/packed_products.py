@@ -29,6 +29,9 @@ _SCALES = {
     torch.float8_e4m3fn: 3,
     torch.uint8: 4,  # powers of two with bias 127
 }
+# Tokens a multiple of so many columns apart would compete for the same lines of a cache; padded if they are many.
+_COLUMNS_APART = 512
+_MANY_TOKENS = 16
 
 
 class Codes(IntEnum):
@@ -108,6 +111,8 @@ class PackedProducts:
             return x.new_zeros(num_tokens, num_rows)
         native = _native(weight, columns)
         padding = -columns % self._lanes
+        if num_tokens >= _MANY_TOKENS and (columns + padding) % _COLUMNS_APART == 0:
+            padding += self._lanes
         wide = x.to(torch.float32)
         wide = F.pad(wide, (0, padding)) if padding else wide.contiguous()
         out = torch.empty(num_tokens, num_rows)

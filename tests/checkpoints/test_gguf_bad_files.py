@@ -157,6 +157,10 @@ BROKEN: dict[str, tuple[Breaking, str]] = {
         "FILE: tensor blk.0.attn_k.weight is there twice",
     ),
     "a name that is no text": (lambda data: data.replace(b"attn_v.weight", b"attn_\xff.weight"), "expected UTF-8 text"),
+    "a name of two lines": (
+        lambda data: data.replace(b"attn_v.weight", b"attn_\n.weight"),
+        r"is called 'blk.0.attn_\n.weight'; expected at most 1000 characters that can be printed",
+    ),
     "nine dimensions": (
         lambda data: patched(data, tensor_entry(data, "blk.0.attn_q"), b"\x09"),
         "FILE: tensor blk.0.attn_q.weight has 9 dimensions; expected 4 at most",

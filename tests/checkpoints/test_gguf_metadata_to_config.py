@@ -133,6 +133,14 @@ def test_mixtral_is_llama_with_experts(tmp_path: Path) -> None:
     assert (config["num_local_experts"], config["num_experts_per_tok"]) == (4, 2)
 
 
+@pytest.mark.parametrize(("architecture", "is_usual"), [("qwen2moe", False), ("qwen3moe", True)])
+def test_whether_scores_are_normalized_may_be_stated(tmp_path: Path, architecture: str, is_usual: bool) -> None:
+    experts = {"expert_count": (4, U32), "expert_used_count": (2, U32)}
+    assert config_of(tmp_path, architecture, **experts)["norm_topk_prob"] is is_usual
+    stated = config_of(tmp_path, architecture, expert_weights_norm=(not is_usual, BOOL), **experts)
+    assert stated["norm_topk_prob"] is not is_usual
+
+
 def test_the_largest_gemmas_scale_their_scores_otherwise(tmp_path: Path) -> None:
     sizes = {"attention__key_length": (20, U32), "attention__value_length": (20, U32)}
     for architecture, num_layers in (("gemma2", 46), ("gemma3", 62)):
@@ -175,7 +183,7 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"general__architecture2": None, "magic_scale": (2.0, F32)}, "llama.magic_scale is 2.0; expected no such key"),
+        ({"magic_scale": (2.0, F32)}, "llama.magic_scale is 2.0; expected no such key"),
         ({"attention__causal": (False, BOOL)}, "llama.attention.causal is False; expected True"),
         ({"attention__clamp_kqv": (8.0, F32)}, "llama.attention.clamp_kqv is 8.0; expected 0.0"),
         ({"rope__scaling__type": ("spiral", STRING)}, "is 'spiral'; expected none, linear, yarn or longrope"),

@@ -1,4 +1,4 @@
-"""Every architecture of GGUF through the whole engine: the logits of transformers for the folder it was written from."""
+"""Every architecture of GGUF through the whole engine: the logits of the folder it was written from."""
 
 from pathlib import Path
 from typing import Any

@@ -17,7 +17,7 @@ from tests.support.tiny_models import COMMON, scramble
 
 SMALL: dict[str, Any] = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 90, "num_hidden_layers": 4}
 GPT2: dict[str, Any] = {
-    "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 40, "vocab_size": 90, "activation_function": "gelu_new",
+    "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 160, "vocab_size": 90, "activation_function": "gelu_new",
 }  # fmt: skip
 NEOX: dict[str, Any] = {**SMALL, "use_parallel_residual": False, "rotary_pct": 0.5}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

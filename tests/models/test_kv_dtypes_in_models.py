@@ -96,7 +96,7 @@ def test_answers_are_near_the_models_own_and_do_not_depend_on_chunks_and_pauses(
 
 def test_a_batch_of_several_texts_is_answered_as_if_each_were_alone(built: Built) -> None:
     for name in ("fp8", "int8"):
-        driver = EngineDriver(built.folder, model_backend=built.backend, kv_dtype=name)
+        driver = EngineDriver(built.folder, model_backend=built.backend, num_blocks=130, kv_dtype=name)
         texts = [prompt(length, seed) for seed, length in enumerate((21, 5, 34))]
         for i, text in enumerate(texts):
             driver.generate(driver.add(i, text), 6)

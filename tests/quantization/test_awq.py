@@ -28,7 +28,7 @@ def quantization(stored: StoredTensors, **changes: Any) -> Awq:
 
 
 def padded_width(columns: int, group_size: int) -> int:
-    """Groups of a row in the gemv versions, those that are not there included: by tens of kernels, whole words."""
+    """Groups of a row in the gemv versions, padding included: whole words, two or four of them for small groups."""
     multiple = {32: 4, 64: 2}.get(group_size, 1) * 8
     return -(-(columns // group_size) // multiple) * multiple
 

@@ -40,6 +40,21 @@ def test_a_stack_is_decoded_number_by_number() -> None:
         assert float(weight[expert, row, column]) == (-number if code & 8 else number), (expert, row, column)
 
 
+def test_every_code_at_every_scale_is_exact() -> None:
+    shape = (1, 255, 32)
+    blocks = torch.arange(16, dtype=torch.uint8) * 16 + torch.arange(15, -1, -1, dtype=torch.uint8)
+    tensors = {
+        f"{STACK}_blocks": blocks.expand(1, 255, 1, 16).contiguous(),
+        f"{STACK}_scales": torch.arange(255, dtype=torch.uint8).view(1, 255, 1),
+    }
+    packing, parts = load(quantization(tensors), tensors, STACK, shape)
+    codes = [code for byte in range(16) for code in (15 - byte, byte)]
+    numbers = torch.tensor([-NUMBERS[code & 7] if code & 8 else NUMBERS[code & 7] for code in codes])
+    expected = numbers.double() * torch.pow(2.0, torch.arange(255, dtype=torch.float64) - 127).unsqueeze(1)
+    # What is beyond the largest float32 is infinite.
+    assert torch.equal(packing.scheme.decode(parts)[0], expected.float())
+
+
 def test_transformers_decodes_a_stack_to_the_same_numbers() -> None:
     tensors = packed()
     weight = decoded(quantization(tensors), tensors, STACK, SHAPE)

@@ -1,12 +1,19 @@
 """Integers of a few bits in int32 words, checked against Python's own integers."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from backend_engine.quantization.formats import packed_ints
-from backend_engine.quantization.formats.packed_ints import num_words, repack_int32, row_chunks, unpack_int32
+from backend_engine.quantization.formats.packed_ints import (
+    num_words,
+    repack_int32,
+    row_chunks,
+    unpack_int32,
+    unpack_int32_down,
+)
 
 
 def pack(values: Tensor, bits: int, crosses_words: bool) -> Tensor:
@@ -57,6 +64,14 @@ def test_an_order_within_words() -> None:
     digits = torch.arange(10, dtype=torch.uint8).view(1, 10) % 8
     backwards = unpack_int32(pack(digits, 3, False), 3, 10, list(range(9, -1, -1)), crosses_words=False)
     assert torch.equal(backwards, digits.flip(-1))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_down_the_columns(bits: int) -> None:
+    values = torch.randint(0, 1 << bits, (5, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack(values, bits, True).t()
+    assert torch.equal(unpack_int32_down(packed, bits), values.t())
+    assert torch.equal(unpack_int32_down(packed[:, 1:4], bits), values[1:4].t())
 
 
 def test_chunks_cover_all_rows_once() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Type
 import transformers
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
 from tests.support.tiny_models import TINY_MODELS, TinyModel, scramble

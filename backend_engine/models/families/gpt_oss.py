@@ -11,6 +11,7 @@ from backend_engine.layers.routing import RoutingDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl
 from backend_engine.models.decoder_config import (
     decoder_spec,
+    mlp_rules,
     pre_norm_rules,
     read_heads,
     read_layer_types,
@@ -73,5 +74,7 @@ FAMILY = Family(
         Rename("model.layers.{i}.mlp.router.{leaf}", "layers.{i}.mlp.router.{leaf}"),
         *transposed_expert_rules("gate_up_proj", is_interleaved=True),
         *transposed_expert_rules("down_proj"),
+        # Other formats number the experts.
+        *mlp_rules(source="mlp.experts.{e}", parameter="mlp.experts.{e}"),
     ),
 )

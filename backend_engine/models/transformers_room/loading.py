@@ -4,6 +4,7 @@ Called by the model loader. Every fault of the folder, and every model that the 
 ``ModelLoadError``. Starts nothing; reads the folder only.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -125,15 +126,12 @@ def _read(source: ModelSource, read_weights: ReadWeights, options: TensorOptions
     logs: Any = transformers_logging
     had_bar = logs.is_progress_bar_enabled()
     logs.disable_progress_bar()
-    auto_model: Any = AutoModelForCausalLM
     try:
-        model, report = auto_model.from_pretrained(
+        model, report = _from_pretrained(source, read_weights)(
             local_files_only=True,
-            trust_remote_code=source.trust_remote_code,
             dtype=options.dtype,
             attn_implementation="eager",
             output_loading_info=True,
-            **_weights(source, read_weights),
         )
     except _MODEL_ERRORS as error:
         raise ModelLoadError(f"transformers cannot load {source.model_dir}: {one_line(error)}") from None
@@ -155,21 +153,24 @@ def _read(source: ModelSource, read_weights: ReadWeights, options: TensorOptions
     return model.to(options.device).eval()
 
 
-def _weights(source: ModelSource, read_weights: ReadWeights) -> dict[str, Any]:
-    """Where ``from_pretrained`` takes the weights from: the folder, or, where it holds packed ones or no safetensors
+def _from_pretrained(source: ModelSource, read_weights: ReadWeights) -> Callable[..., Any]:
+    """``from_pretrained`` with its source of weights: the folder, or, where that holds packed ones or no safetensors
     files, what ``read_weights`` gives.
     """
+    auto_model: Any = AutoModelForCausalLM
+    trust = source.trust_remote_code
     is_plain = not source.config.get("quantization_config")
     if is_plain and any(source.model_dir.glob("*.safetensors")):
-        return {"pretrained_model_name_or_path": str(source.model_dir), "use_safetensors": True}
+        return functools.partial(
+            auto_model.from_pretrained, str(source.model_dir), trust_remote_code=trust, use_safetensors=True
+        )
     config = read_config(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    auto_model: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        shell = auto_model.from_config(config, trust_remote_code=source.trust_remote_code)
+        shell: Any = auto_model.from_config(config, trust_remote_code=trust)
     shapes = {name: tuple(tensor.shape) for name, tensor in shell.state_dict().items()}
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": read_weights(shapes)}
+    return functools.partial(type(shell).from_pretrained, None, config=config, state_dict=read_weights(shapes))
 
 
 def _check_class(model: Any) -> None:

@@ -164,7 +164,14 @@ def _decoded_at_one(blocks: Tensor, kind: GGMLQuantizationType, scale_at: int) -
     """What the library makes of the blocks when the float16 at byte ``scale_at`` is 1."""
     blocks = blocks.clone()
     blocks[:, scale_at : scale_at + 2] = torch.tensor(_ONE_IN_HALF, dtype=torch.uint8)
-    return torch.from_numpy(dequantize(blocks.numpy(), kind))
+    return _decoded(blocks, kind)
+
+
+def _decoded(blocks: Tensor, kind: GGMLQuantizationType) -> Tensor:
+    """What the library makes of the blocks, ``[num_blocks, num_columns]``."""
+    # As one long row: it takes rows by sixteen.
+    row = dequantize(blocks.numpy().reshape(1, -1), kind)
+    return torch.from_numpy(row).view(blocks.shape[0], -1)
 
 
 def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,8 +217,7 @@ def _iq1_m(blocks: Tensor) -> Parts:
     at_one = blocks.clone()
     at_one[:, 49:56:2] &= 15
     at_one[:, 53:56:2] |= torch.tensor([0xC0, 0x30], dtype=torch.uint8)
-    grid = torch.from_numpy(dequantize(at_one.numpy(), GGMLQuantizationType.IQ1_M))
-    entries = grid.view(blocks.shape[0], -1, 16) / factors.unsqueeze(-1)
+    entries = _decoded(at_one, GGMLQuantizationType.IQ1_M).view(blocks.shape[0], -1, 16) / factors.unsqueeze(-1)
     codes = (entries * 8 + _MIDPOINT8).to(torch.uint8)
     return {"codes": codes.flatten(1), "scales": scale * factors / 8}
 

@@ -62,7 +62,7 @@ def unpack_int32_down(packed: Tensor, bits: int) -> Tensor:
     """
     cycle, words_of_cycle = _cycle(bits, crosses_words=True)
     assert packed.dtype == torch.int32 and packed.shape[0] % words_of_cycle == 0, (packed.dtype, packed.shape, bits)
-    return _spread(packed.unflatten(0, (-1, words_of_cycle)), bits, range(cycle)).flatten(0, 1)
+    return _spread(packed.reshape(-1, words_of_cycle, packed.shape[1]), bits, range(cycle)).flatten(0, 1)
 
 
 def pack_codes(values: Tensor, bits: int) -> Tensor:
