@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Device check: the CUDA rooms say what the CPU reference says. Needs a CUDA device; CI has none.
 
-Runs tiny random models, one for each kind of layer, on both devices in float32, with greedy, sampled and penalized
-requests in one batch, chunked prompts and a cache that is too small, and compares token by token. Prints a table; exit
-code 1 on a difference.
+Runs tiny random models, one for each kind of layer and some over other forms of the KV cache, on both devices in
+float32, with greedy, sampled and penalized requests in one batch, chunked prompts and a cache that is too small, and
+compares token by token. Prints a table; exit code 1 on a difference.
 """
 
 import random
@@ -15,9 +15,11 @@ import bench_common as common
 
 # Rows of tests/support/tiny_models.py: attention of all kinds, latent attention, experts, recurrent states.
 MODELS = ("llama", "gemma2", "phi3_long", "gpt2", "deepseek_v3", "gpt_oss", "qwen2_moe", "granite_hybrid", "mamba2")
+# Rows of the same, and the forms of the KV cache.
+CACHES = (("llama", "bfloat16"), ("llama", "fp8"), ("llama", "fp8_e5m2"), ("llama", "int8"), ("deepseek_v3", "int8"))
 
 
-def answers(model: Path, device: str, prompts: list[list[int]]) -> list[list[int]]:
+def answers(model: Path, device: str, prompts: list[list[int]], kv_dtype: str) -> list[list[int]]:
     """Token ids of every request on one device."""
     from backend_engine import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
 
@@ -27,7 +29,7 @@ def answers(model: Path, device: str, prompts: list[list[int]]) -> list[list[int
     ]  # fmt: skip
     params = [SamplingParams(max_tokens=32, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(len(prompts))]
     scheduler = SchedulerConfig(max_batch_size=8, max_num_tokens=64, capacity_policy="max_utilization")
-    cache = KvCacheConfig(tokens_per_block=16, max_tokens=16 * 24)
+    cache = KvCacheConfig(tokens_per_block=16, max_tokens=16 * 24, dtype=kv_dtype)
     with LLM(
         str(model), device=device, dtype="float32", scheduler_config=scheduler, kv_cache_config=cache,
         skip_tokenizer_init=True,
@@ -46,13 +48,13 @@ def main() -> int:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 96) for _ in range(rng.choice([3, 17, 80]))] for _ in range(24)]
     rows = []
-    for name in MODELS:
+    for name, kv_dtype in (*((name, "auto") for name in MODELS), *CACHES):
         with tempfile.TemporaryDirectory() as folder:
             build_tiny_model(name, Path(folder))
-            on_cpu, on_cuda = (answers(Path(folder), device, prompts) for device in ("cpu", "cuda"))
-        rows.append((name, len(prompts), sum(a == b for a, b in zip(on_cpu, on_cuda, strict=True))))
-    common.print_table(["model", "requests", "equal"], [[str(value) for value in row] for row in rows])
-    total, equal = (sum(row[i] for row in rows) for i in (1, 2))
+            on_cpu, on_cuda = (answers(Path(folder), device, prompts, kv_dtype) for device in ("cpu", "cuda"))
+        rows.append((name, kv_dtype, len(prompts), sum(a == b for a, b in zip(on_cpu, on_cuda, strict=True))))
+    common.print_table(["model", "cache", "requests", "equal"], [[str(value) for value in row] for row in rows])
+    total, equal = (sum(row[i] for row in rows) for i in (2, 3))
     common.print_json({"device": torch.cuda.get_device_name(), "requests": total, "equal": equal})
     return 0 if equal == total else 1
 

@@ -77,7 +77,7 @@ def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rule
             shape = list(stored.files.describe(name).shape)
             raise ModelLoadError(
                 f"{stored.files.file_of(name)}: tensor {name}, shape {shape}, has no place in the model that "
-                "config.json describes"
+                f"{stored.origin} describes"
             )
     return todo
 

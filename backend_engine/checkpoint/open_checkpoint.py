@@ -9,12 +9,10 @@ from pathlib import Path
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.hf_folder import CONFIG_FILE
 from backend_engine.config.gguf_metadata import find_gguf
-from backend_engine.plugins.catalog import CHECKPOINT_FORMATS
+from backend_engine.plugins.catalog import CHECKPOINT_FORMATS, CHECKPOINT_SIGNS
 
+HUGGING_FACE_WEIGHTS = "*.safetensors"
 _NEMO, _GGUF = ".nemo", ".gguf"
-# What NeMo and Megatron-LM put into a folder.
-_NEMO_SIGNS = ("model_config.yaml", "context", "model_weights.ckpt")
-_MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -41,5 +39,6 @@ def kind_of(path: Path) -> str:
         return "hugging_face"
     if any(path.glob("*" + _GGUF)):
         return "gguf"
-    signs = (("nemo", _NEMO_SIGNS), ("megatron", _MEGATRON_SIGNS))
-    return next((kind for kind, names in signs if any(any(path.glob(name)) for name in names)), "hugging_face")
+    if not any(path.iterdir()) or any(path.glob(HUGGING_FACE_WEIGHTS)):
+        return "hugging_face"
+    return next((kind for kind in CHECKPOINT_SIGNS.names() if CHECKPOINT_SIGNS.get(kind)(path)), "hugging_face")

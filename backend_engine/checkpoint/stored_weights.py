@@ -24,6 +24,8 @@ class TensorFiles:
         self._readers: dict[str, TensorReader] = {}
         for reader in readers:
             for name in reader.names():
+                if not name.isprintable():
+                    raise ModelLoadError(f"{reader.path} holds a tensor named {name!r}; expected printable characters")
                 if name in self._readers:
                     other = self._readers[name].path.name
                     raise ModelLoadError(f"tensor {name} is in two files, {other} and {reader.path.name}")
@@ -62,9 +64,10 @@ class TensorFiles:
 class StoredWeights(Collection[str]):
     """The names that ``in`` knows are those of plain tensors and of packed weights."""
 
-    def __init__(self, files: TensorFiles, quantization: Quantization, where: str) -> None:
-        """``where``: what messages call the checkpoint."""
+    def __init__(self, files: TensorFiles, quantization: Quantization, where: str, origin: str = "config.json") -> None:
+        """``where``: what messages call the checkpoint. ``origin``: what its configuration was found in."""
         self.files = files
+        self.origin = origin
         self._quantization = quantization
         self._where = where
         self._formats: dict[str, WeightFormat | None] = {}
@@ -137,7 +140,7 @@ class StoredWeights(Collection[str]):
         shape, dtype = self.files.describe(name)
         where = f"{self.files.file_of(name)}: tensor {name}"
         if shape != leaf.shape:
-            raise ModelLoadError(f"{where} has shape {list(shape)}; config.json asks for {list(leaf.shape)}")
+            raise ModelLoadError(f"{where} has shape {list(shape)}; {self.origin} asks for {list(leaf.shape)}")
         if dtype not in leaf.dtypes:
             raise ModelLoadError(f"{where} has dtype {dtype}; expected one of {', '.join(leaf.dtypes)}")
 

@@ -80,7 +80,7 @@ class NativeBackend(ModelBackend):
 def _open_weights(source: ModelSource, checkpoint: Checkpoint) -> StoredWeights:
     files = TensorFiles(checkpoint.open_tensors())
     quantization = read_quantization(source.config, files.described(source.where))
-    return StoredWeights(files, quantization, source.where)
+    return StoredWeights(files, quantization, source.where, source.origin)
 
 
 def _family(source: ModelSource) -> Family:

@@ -33,7 +33,7 @@ class TransformersBackend(ModelBackend):
         _check_kind(checkpoint)
         files = TensorFiles(checkpoint.open_tensors())
         quantization = read_quantization(source.config, files.described(source.where))
-        stored = StoredWeights(files, quantization, source.where)
+        stored = StoredWeights(files, quantization, source.where, source.origin)
         model, with_nan = load_transformers_model(
             source,
             lambda shapes: decoded_weights(stored, shapes, options.tensors.dtype),

@@ -55,6 +55,14 @@ CHECKPOINT_FORMATS: Registry[Any] = Registry(
         "nemo": "backend_engine.checkpoint.nemo_checkpoint:open_nemo",
     },
 )
+# Each tells by names alone whether a folder is of its format.
+CHECKPOINT_SIGNS: Registry[Any] = Registry(
+    "checkpoint format",
+    {
+        "megatron": "backend_engine.checkpoint.megatron_checkpoint:looks_like_megatron",
+        "nemo": "backend_engine.checkpoint.nemo_checkpoint:looks_like_nemo",
+    },
+)
 CONTEXT_CHUNKING_POLICIES: Registry[Any] = Registry(
     "context chunking policy",
     {
