@@ -15,8 +15,8 @@ from backend_engine.checkpoint.tensor_reader import TensorReader
 @dataclass(frozen=True)
 class Checkpoint:
     """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo`` or ``megatron``. config: config.json, or
-    what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the readers of its files,
-    each tensor in one of them. origin: in what its config was found, for messages.
+    what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the readers of its
+    files, each tensor in one of them. origin: in what its config was found, for messages.
     """
 
     path: Path

@@ -44,7 +44,8 @@ def _folder(model_dir: str | os.PathLike[str]) -> Path:
         raise ModelLoadError(f"model folder {folder} does not exist; expected a Hugging Face model folder")
     if not folder.is_dir():
         raise ModelLoadError(
-            f"model folder {folder} is not a folder; expected a Hugging Face model folder, or a file named .gguf or .nemo"
+            f"model folder {folder} is not a folder; expected a Hugging Face model folder, or a file named .gguf or "
+            ".nemo"
         )
     return folder
 

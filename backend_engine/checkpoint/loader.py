@@ -61,7 +61,7 @@ def load_weights(
 
 
 def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rules: Sequence[Rule], where: str) -> Plan:
-    """Compare what the model needs with what the files' headers say; reads no weight. Returns how they would be filled."""
+    """Compare what the model needs with what the files' headers say; reads no weight. Returns how it would be filled."""
     todo = plan(rules, targets, stored)
     all_copies = [copy for copies in todo.copies.values() for copy in copies]
     absent = [copy for copy in all_copies if copy.source.name not in stored]

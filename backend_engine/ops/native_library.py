@@ -30,15 +30,17 @@ class NativeLibraryError(EngineError):
     """There is no compiler, it failed, or its library cannot be loaded; the message is one line."""
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """The compiled ``source``: from the cache if it holds one of the same source, compiler, flags and processor.
+def load_library(source: Path, *included: Path) -> ctypes.CDLL:
+    """The compiled ``source``: from the cache if it holds one of the same source (and the files that it includes),
+    compiler, flags and processor.
 
     A library that was damaged, or that another user put there, is made anew. Without a cache that can be written, it is
     compiled into a temporary folder and gone with the process. Raises ``NativeLibraryError``.
     """
     compiler = _find_compiler()
     flags = _flags(compiler)
-    key = hashlib.sha256(source.read_bytes() + repr(flags).encode() + _described(compiler, flags)).hexdigest()
+    content = b"".join(path.read_bytes() for path in (source, *included))
+    key = hashlib.sha256(content + repr(flags).encode() + _described(compiler, flags)).hexdigest()
     try:
         folder = Path(envs.INFLIGHT_CACHE.get()).expanduser() / "native"
         library = folder / f"{source.stem}-{key[:20]}.so"

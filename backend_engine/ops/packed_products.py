@@ -22,6 +22,7 @@ from backend_engine.ops.native_library import NativeLibraryError, load_library
 log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".c")
+HEADER = SOURCE.with_name("packed_weights.h")
 _SCALES = {
     torch.float32: 0,
     torch.float16: 1,
@@ -173,7 +174,7 @@ def packed_products() -> PackedProducts | None:
         return None
     start = time.perf_counter()
     try:
-        products = PackedProducts(load_library(SOURCE), _parallel_function())
+        products = PackedProducts(load_library(SOURCE, HEADER), _parallel_function())
     except NativeLibraryError as error:
         log.warning("packed weights are multiplied by torch, which is slow: %s", error)
         return None

@@ -338,6 +338,7 @@ def test_a_library_with_wrong_answers(
     fresh: Path, said: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "packed_products.c"
+    shutil.copy(packed_products.HEADER, tmp_path)
     source.write_text(packed_products.SOURCE.read_text().replace("out[r] + sums[r] : sums[r]", "out[r] : 2 * sums[r]"))
     monkeypatch.setattr(packed_products, "SOURCE", source)
     monkeypatch.setattr(native_library, "_FLAGS", ("-O1", *native_library._FLAGS[1:]))  # which takes less time
@@ -358,78 +359,8 @@ def test_a_wrong_value_of_the_switch(fresh: Path, monkeypatch: pytest.MonkeyPatc
         packed_products.packed_products()
 
 
-# ---- the cache ----------------------------------------------------------------------------------------------------
-
-SMALL = "int answer(void) { return %d; }"
-
-
-@pytest.fixture
-def small(fresh: Path, tmp_path: Path) -> Path:
-    source = tmp_path / "small.c"
-    source.write_text(SMALL % 42)
-    return source
-
-
-def test_a_library_is_compiled_once(small: Path, fresh: Path) -> None:
-    assert native_library.load_library(small).answer() == 42
-    (library,) = fresh.iterdir()
-    before = library.stat()
-    assert native_library.load_library(small).answer() == 42
-    assert [path.name for path in fresh.iterdir()] == [library.name]
-    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_another_source_is_another_library(small: Path, fresh: Path) -> None:
-    native_library.load_library(small)
-    small.write_text(SMALL % 43)
-    assert native_library.load_library(small).answer() == 43
-    assert len(list(fresh.iterdir())) == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "emptied"])
-def test_a_broken_library_is_made_anew(small: Path, fresh: Path, damage: str) -> None:
-    native_library.load_library(small)
-    (library,) = fresh.iterdir()
-    content = library.read_bytes()
-    broken = {"cut": content[: len(content) // 2], "changed": content.replace(b"answer", b"anwser"), "emptied": b""}
-    library.unlink()
-    library.write_bytes(broken[damage])
-    assert not native_library._is_intact(library)
-    assert native_library.load_library(small).answer() == 42
-    assert native_library._is_intact(library)
-
-
-def test_a_library_of_another_user_is_not_trusted(small: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_library.load_library(small)
-    (library,) = fresh.iterdir()
-    owner = library.stat().st_uid
-    monkeypatch.setattr(native_library.os, "getuid", lambda: owner)
-    assert native_library._is_intact(library)
-    if owner == 0:
-        os.chown(library, 1234, -1)
-    else:
-        monkeypatch.setattr(native_library.os, "getuid", lambda: owner + 1)
-    assert not native_library._is_intact(library)
-
-
-def test_a_cache_that_cannot_be_written(
-    small: Path, fresh: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path / "file"))
-    assert native_library.load_library(small).answer() == 42
-    assert "compiled libraries cannot be kept" in said.text
-
-
-def test_a_compiler_that_does_not_know_this_processor(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse = 'for a; do [ "$a" = -march=native ] && exit 1; done; exec "$real" "$@"'
-    fake_compiler(tmp_path, monkeypatch, refuse)
-    assert native_library.load_library(small).answer() == 42
-
-
 def test_the_source_is_installed_with_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["backend_engine.ops"]
-    assert any(packed_products.SOURCE.match(pattern) for pattern in patterns)
+    for path in (packed_products.SOURCE, packed_products.HEADER):
+        assert any(path.match(pattern) for pattern in patterns), path
