@@ -4,6 +4,9 @@ Every message names the field or file, the value that was found and what is allo
 turned into a response only at the borders (``LLM``, ``triton_io``). This module never logs.
 """
 
+import reprlib
+from typing import Any
+
 
 class EngineError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -35,3 +38,33 @@ class StepFailedError(EngineError):
 
 class ShutdownError(EngineError):
     """The engine is shutting down or has stopped."""
+
+
+_MAX_SHOWN = 300
+_MAX_SHOWN_BITS = 512
+
+
+class _Shown(reprlib.Repr):
+    """``repr`` with bounds; an object of a class that it does not know is told by its type alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 4, _MAX_SHOWN
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = self.maxfrozenset = 16
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return repr(x) if bits <= _MAX_SHOWN_BITS else f"an integer of {bits} bits"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, bytes):
+            return repr(x[:_MAX_SHOWN])
+        return repr(x) if x is None or isinstance(x, bool | float) else f"a {type(x).__name__}"
+
+
+def shown(value: Any) -> str:
+    """A value of a file for a message: ``repr``, of which no more is made than a line can tell. A file may hold
+    millions of values in one, or one that holds itself many times over.
+    """
+    text = _Shown().repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

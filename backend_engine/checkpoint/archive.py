@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
+from backend_engine.core.regular_files import open_regular
 from backend_engine.errors import ModelLoadError
 
 # A model's numbers hardly shrink by compression: what grows by more is no model.
@@ -103,7 +104,7 @@ class _WindowFile(io.RawIOBase):
 def open_window(path: Path) -> Window:
     """A whole file of the disk. Raises ``ModelLoadError``."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mapped = MappedFile(file, str(path))
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from None
@@ -213,7 +214,7 @@ def open_files(path: Path) -> FileTree:
 def is_tar(path: Path) -> bool:
     """Whether the file begins as a tar archive does, or as one compressed by gzip."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(512)
     except OSError:
         return False

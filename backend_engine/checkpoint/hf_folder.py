@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backend_engine.checkpoint.checkpoint import Checkpoint
-from backend_engine.errors import ModelLoadError
+from backend_engine.core.regular_files import read_regular
+from backend_engine.errors import ModelLoadError, shown
 from backend_engine.plugins.catalog import TENSOR_READERS
 
 if TYPE_CHECKING:  # readers need torch, which whoever only reads configurations does without
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # readers need torch, which whoever only reads configurations
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+_MAX_JSON = 1 << 26
 # Older exports keep the quantization config in a file of its own; by the method that it is of.
 _CONFIGS_APART = {
     "modelopt": "hf_quant_config.json",
@@ -52,13 +54,17 @@ def _folder(model_dir: str | os.PathLike[str]) -> Path:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path, _MAX_JSON).decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ModelLoadError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except ValueError:
+        raise ModelLoadError(f"{path} holds an integer of thousands of digits; expected numbers of a model") from None
+    except RecursionError:
+        raise ModelLoadError(f"{path} holds values nested too deeply; expected a JSON object") from None
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
@@ -81,7 +87,7 @@ def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> str:
     """The model class that the configuration names. Raises ``ModelLoadError`` when it names none or several."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ModelLoadError(f"{origin}: architectures is {names!r}; expected a list of one model class name")
+        raise ModelLoadError(f"{origin}: architectures is {shown(names)}; expected a list of one model class name")
     return names[0]
 
 
@@ -118,7 +124,7 @@ def _open_readers(folder: Path) -> "list[TensorReader]":
         if absent:
             more = f" (nor {len(absent) - 1} more)" if len(absent) > 1 else ""
             index = SAFETENSORS.of_index if reader.path.suffix == ".safetensors" else TORCH.of_index
-            raise ModelLoadError(f"{reader.path} does not hold tensor {absent[0]}{more}, which {index} lists for it")
+            raise ModelLoadError(f"{reader.path} does not hold tensor {shown(absent[0])}{more}, which {index} lists for it")
     return readers
 
 
@@ -148,13 +154,15 @@ def _indexed_files(index_path: Path) -> dict[Path, frozenset[str] | None]:
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in TENSOR_READERS:
             endings = " or ".join(TENSOR_READERS.names())
             raise ModelLoadError(
-                f"{index_path}: weight_map gives {tensor} the file {file!r}; expected a file name that ends in "
+                f"{index_path}: weight_map gives {shown(tensor)} the file {shown(file)}; expected a file name that ends in "
                 f"{endings}"
             )
         files.setdefault(index_path.parent / file, set()).add(tensor)
+    present = {path.name for path in index_path.parent.iterdir()}
     for path in files:
-        if not path.exists():
+        if path.name not in present:
             raise ModelLoadError(
-                f"{path} does not exist, but {index_path.name} lists it with {len(files[path])} tensors"
+                f"{path.parent} holds no file {shown(path.name)}, but {index_path.name} lists it with "
+                f"{len(files[path])} tensors"
             )
     return {path: frozenset(files[path]) for path in sorted(files)}

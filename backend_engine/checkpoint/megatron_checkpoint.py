@@ -62,7 +62,7 @@ def _iteration(path: Path) -> Path:
     if not tracker.is_file():
         return path
     try:
-        text = tracker.read_text(encoding="utf-8").strip()
+        text = read_regular(tracker, _MAX_TRACKER).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         raise ModelLoadError(f"{tracker} cannot be read; expected the number of an iteration, or release") from None
     if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 12):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend_engine.checkpoint.tensor_reader import TensorReader
+from backend_engine.core.regular_files import open_regular
 from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
 
@@ -26,6 +27,10 @@ class SafetensorsReader(TensorReader):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            open_regular(path).close()
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from None
         self._file: Any = self._guard(lambda: safe_open(str(path), framework="pt"))
         self._release = _page_releaser()
 

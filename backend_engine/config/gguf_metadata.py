@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backend_engine.core.regular_files import open_regular
 from backend_engine.errors import ModelLoadError
 
 _MAGIC = b"GGUF"
@@ -149,7 +150,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of a file. ``ModelLoadError`` for a file that is no GGUF, cut off or of another version."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Walk(path, data).header()
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from None

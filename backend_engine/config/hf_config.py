@@ -3,11 +3,15 @@
 Every refusal is a ``ModelLoadError`` that names key, value and what is allowed. Opens no file.
 """
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
+
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 10_000
+"""What is made for each layer is made before it is known whether the files hold so many."""
 
 
 class HfConfig:
@@ -23,7 +27,7 @@ class HfConfig:
     def refuse(self, key: str, allowed: str) -> ModelLoadError:
         """The error for a value that is not allowed (or missing); the caller raises it."""
         value = self._values.get(key)
-        found = "is missing" if value is None else f"is {value!r}"
+        found = "is missing" if value is None else f"is {shown(value)}"
         return ModelLoadError(f"{self._where}: {key} {found}; expected {allowed}")
 
     def get(self, key: str) -> Any:
@@ -44,27 +48,33 @@ class HfConfig:
         return sorted(key for key, value in self._values.items() if key not in self._read and value is not None)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1; without a default it must be there."""
+        """An integer from 1 to ``MAX_INTEGER``; without a default it must be there."""
         return self._integer(key, 1, default)
 
+    def num_layers(self, default: int | None = None) -> int:
+        """``num_hidden_layers``, of which there may be ``MAX_LAYERS``."""
+        return self._integer("num_hidden_layers", 1, default, MAX_LAYERS)
+
     def count(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 0; without a default it must be there."""
+        """An integer from 0 to ``MAX_INTEGER``; without a default it must be there."""
         return self._integer(key, 0, default)
 
-    def _integer(self, key: str, low: int, default: int | None) -> int:
+    def _integer(self, key: str, low: int, default: int | None, high: int = MAX_INTEGER) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.refuse(key, f"an integer of at least {low}")
+        if value > high:
+            raise self.refuse(key, f"an integer of at most {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default it must be there."""
+        """A number above 0 that a float can be; without a default it must be there."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value):
             raise self.refuse(key, "a number above 0")
         return float(value)
 
@@ -91,7 +101,7 @@ class HfConfig:
         values = self.get(key)
         if not isinstance(values, list) or len(values) != length:
             raise self.refuse(key, f"a list of {length} numbers")
-        if any(isinstance(v, bool) or not isinstance(v, int | float) or not 0 < v < math.inf for v in values):
+        if any(isinstance(v, bool) or not isinstance(v, int | float) or not _is_positive(v) for v in values):
             raise self.refuse(key, f"a list of {length} numbers above 0")
         return tuple(float(value) for value in values)
 
@@ -108,6 +118,10 @@ class HfConfig:
         """Refuse keys that would change the maths in a way the family does not do: absent or one of the values."""
         for key, values in neutral.items():
             self._read.add(key)
-            if self._values.get(key) is not None and self._values[key] not in values:
+            if self._values.get(key) is not None and not any(self._values[key] == value for value in values):
                 allowed = " or ".join(repr(value) for value in values) if values else "no such key"
                 raise self.refuse(key, allowed)
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value <= sys.float_info.max

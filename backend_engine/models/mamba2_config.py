@@ -77,7 +77,7 @@ def _time_step_limit(config: HfConfig) -> tuple[float, float]:
 
 def read_mamba_layers(config: HfConfig) -> list[bool]:
     """Of each layer of a model that also has attention, whether it is a Mamba-2 layer; all are when not stated."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     key = "layers_block_type" if config.get("layer_types") is None else "layer_types"
     types = config.get(key)
     if types is None:

@@ -41,7 +41,7 @@ def read_sparse_mlps(
     dense = read_mlp(config)
     num_experts = read_num_experts(config, defaults[0], at_least=0)
     step, size = config.integer("decoder_sparse_step", 1), config.integer("moe_intermediate_size", default_size)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     names = config.get("mlp_only_layers")
     dense_layers = [] if names is None else names
     if not isinstance(dense_layers, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense_layers):

@@ -29,7 +29,7 @@ def _build(config: HfConfig) -> ArchSpec:
     # The first releases say gelu and mean its approximation.
     mlp = GatedMlpDecl(config.integer("intermediate_size"), GATED["gelu_pytorch_tanh" if act == "gelu" else act])
     layer = LayerDecl(read_attention(config, read_heads(config, _DEFAULT_KV_HEADS, _DEFAULT_HEAD_DIM)), mlp)
-    return gemma_spec(config, (layer,) * config.integer("num_hidden_layers"))
+    return gemma_spec(config, (layer,) * config.num_layers())
 
 
 FAMILY = Family(_build, decoder_rules())

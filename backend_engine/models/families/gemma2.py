@@ -57,7 +57,7 @@ def _build(config: HfConfig) -> ArchSpec:
         scaled_attention(config, attention), logit_softcap=_softcap(config, "attn_logit_softcapping")
     )
     windowed = dataclasses.replace(attention, sliding_window=config.integer("sliding_window", DEFAULT_WINDOW))
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     default = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(num_layers))
     mlp = read_mlp(config, "hidden_activation", "gelu_pytorch_tanh")
     kinds = read_layer_types(config, num_layers, default)

@@ -40,7 +40,7 @@ def build(config: HfConfig) -> ArchSpec:
     ropes = read_ropes(config, heads.head_dim, max_positions, _THETAS)
     norm = QkNormDecl(RmsNormDecl(config.number("rms_norm_eps", 1e-6), unit_offset=True))
     has_bias = config.flag("attention_bias", False)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     pattern = config.integer("sliding_window_pattern", _DEFAULT_PATTERN)
     default = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
     mixers = {

@@ -39,7 +39,7 @@ def _build(config: HfConfig) -> ArchSpec:
         hidden_size=hidden_size,
         max_positions=max_positions,
         norm=LayerNormDecl(config.number("layer_norm_eps", 1e-5)),
-        layers=(LayerDecl(attention, mlp),) * config.integer("num_hidden_layers"),
+        layers=(LayerDecl(attention, mlp),) * config.num_layers(),
         block="parallel" if config.flag("use_parallel_residual", True) else "pre_norm",
         tie_embeddings=config.flag("tie_word_embeddings", False),
     )

@@ -41,7 +41,7 @@ def _attention(config: HfConfig) -> tuple[AttentionDecl, ...]:
     heads = read_heads(config, default_kv_heads=8, default_head_dim=64)
     rope, has_bias = _rope(config, heads.head_dim), config.flag("attention_bias", True)
     full = AttentionDecl(*heads, heads.head_dim**-0.5, rope, has_bias, has_bias, has_sinks=True)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     default = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(num_layers))
     types = read_layer_types(config, num_layers, default)
     if "sliding_attention" not in types:

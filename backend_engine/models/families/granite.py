@@ -21,7 +21,7 @@ def scaled(config: HfConfig, spec: ArchSpec) -> ArchSpec:
 def _build(config: HfConfig) -> ArchSpec:
     attention = dataclasses.replace(read_attention(config), scale=config.number("attention_multiplier", 1.0))
     layer = LayerDecl(attention, read_mlp(config))
-    return scaled(config, decoder_spec(config, (layer,) * config.integer("num_hidden_layers")))
+    return scaled(config, decoder_spec(config, (layer,) * config.num_layers()))
 
 
 FAMILY = Family(_build, decoder_rules())

@@ -8,7 +8,7 @@ from backend_engine.models.family import Family
 
 def _build(config: HfConfig) -> ArchSpec:
     layer = LayerDecl(read_attention(config), read_mlp(config))
-    return decoder_spec(config, (layer,) * config.integer("num_hidden_layers"))
+    return decoder_spec(config, (layer,) * config.num_layers())
 
 
 FAMILY = Family(_build, decoder_rules())

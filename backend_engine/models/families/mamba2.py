@@ -29,7 +29,7 @@ def _build(config: HfConfig) -> ArchSpec:
         hidden_size=config.integer("hidden_size"),
         max_positions=config.integer("max_position_embeddings") if has_limit else None,
         norm=RmsNormDecl(eps),
-        layers=(layer,) * config.integer("num_hidden_layers", 64),
+        layers=(layer,) * config.num_layers(64),
         tie_embeddings=config.flag("tie_word_embeddings", False),
     )
 

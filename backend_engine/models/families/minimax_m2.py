@@ -28,7 +28,7 @@ def _attention(config: HfConfig) -> AttentionDecl:
     config.require_neutral(
         {
             "attention_bias": (False,),
-            "attn_type_list": ([1] * config.integer("num_hidden_layers"),),
+            "attn_type_list": ([1] * config.num_layers(),),
             "qk_norm_type": ("per_layer",),
             "use_qk_norm": (True,),
         }
@@ -63,7 +63,7 @@ def _build(config: HfConfig) -> ArchSpec:
     for key in _UNUSED:
         config.get(key)
     layer = LayerDecl(_attention(config), _experts(config))
-    return decoder_spec(config, (layer,) * config.integer("num_hidden_layers"), default_positions=_DEFAULT_POSITIONS)
+    return decoder_spec(config, (layer,) * config.num_layers(), default_positions=_DEFAULT_POSITIONS)
 
 
 FAMILY = Family(

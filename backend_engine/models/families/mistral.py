@@ -24,7 +24,7 @@ def _build(config: HfConfig) -> ArchSpec:
     config.require_neutral({"attention_bias": (False,)})
     attention = dataclasses.replace(attention, sliding_window=read_window(config))
     layer = LayerDecl(attention, read_mlp(config))
-    return decoder_spec(config, (layer,) * config.integer("num_hidden_layers"))
+    return decoder_spec(config, (layer,) * config.num_layers())
 
 
 FAMILY = Family(_build, decoder_rules())

@@ -35,7 +35,7 @@ def _build(config: HfConfig) -> ArchSpec:
     mlp = read_mlp(config)
     config.require_neutral({"mlp_bias": (False,)})
     experts = MoeDecl(RoutingDecl(num_experts, read_top_k(config, num_experts, default=2)), mlp.size, mlp.act)
-    layers = (LayerDecl(attention, experts),) * config.integer("num_hidden_layers")
+    layers = (LayerDecl(attention, experts),) * config.num_layers()
     return decoder_spec(config, layers, default_eps=_DEFAULT_EPS, default_positions=_DEFAULT_POSITIONS)
 
 

@@ -24,7 +24,7 @@ def _build(config: HfConfig) -> ArchSpec:
     norm = RmsNormDecl(config.number("rms_norm_eps", _DEFAULT_EPS))
     attention = dataclasses.replace(read_attention(config), qk_norm=QkNormDecl(norm, per_head=False))
     layer = LayerDecl(attention, read_mlp(config))
-    spec = decoder_spec(config, (layer,) * config.integer("num_hidden_layers"), default_eps=_DEFAULT_EPS)
+    spec = decoder_spec(config, (layer,) * config.num_layers(), default_eps=_DEFAULT_EPS)
     return dataclasses.replace(spec, block="post_norm")
 
 

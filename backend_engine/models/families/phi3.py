@@ -28,7 +28,7 @@ def _build(config: HfConfig) -> ArchSpec:
     attention = AttentionDecl(*heads, scale=heads.head_dim**-0.5, rope=rope, sliding_window=window)
     layer = LayerDecl(attention, read_mlp(config))
     config.require_neutral({"attention_bias": (False,), "mlp_bias": (False,)})
-    layers = (layer,) * config.integer("num_hidden_layers")
+    layers = (layer,) * config.num_layers()
     return decoder_spec(config, layers, default_eps=_DEFAULT_EPS, default_positions=_DEFAULT_POSITIONS)
 
 

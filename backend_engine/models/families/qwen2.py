@@ -23,7 +23,7 @@ _DEFAULT_WINDOW_LAYERS = 28
 
 def windowed(config: HfConfig, attention: AttentionDecl) -> tuple[AttentionDecl, ...]:
     """``attention`` for each layer, with the window on those that have one."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     has_none = "sliding_window" in config and config.get("sliding_window") is None
     window = None if has_none and config.flag("use_sliding_window", False) else read_used_window(config)
     first = config.count("max_window_layers", _DEFAULT_WINDOW_LAYERS)

@@ -31,7 +31,7 @@ def _attention(config: HfConfig) -> tuple[AttentionDecl, ...]:
     heads = read_heads(config, default_kv_heads=_DEFAULT_KV_HEADS)
     attention = dataclasses.replace(read_attention(config, heads), qkv_bias=config.flag("qkv_bias", True))
     config.require_neutral({"attention_bias": (False,)})
-    num_layers, window = config.integer("num_hidden_layers"), read_used_window(config)
+    num_layers, window = config.num_layers(), read_used_window(config)
     last = config.count("max_window_layers", _DEFAULT_WINDOW_LAYERS)
     default = tuple(
         "full_attention" if window is None or i % 2 or i >= last else "sliding_attention" for i in range(num_layers)
