@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from backend_engine.core.regular_files import open_regular
+from backend_engine.config.regular_files import open_regular
 from backend_engine.errors import ModelLoadError
 
 # A model's numbers hardly shrink by compression: what grows by more is no model.

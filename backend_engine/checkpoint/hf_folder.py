@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backend_engine.checkpoint.checkpoint import Checkpoint
-from backend_engine.core.regular_files import read_regular
+from backend_engine.config.regular_files import read_regular
 from backend_engine.errors import ModelLoadError, shown
 from backend_engine.plugins.catalog import TENSOR_READERS
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # readers need torch, which whoever only reads configurations
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _MAX_JSON = 1 << 26
+_MAX_NAME_BYTES = 255
 # Older exports keep the quantization config in a file of its own; by the method that it is of.
 _CONFIGS_APART = {
     "modelopt": "hf_quant_config.json",
@@ -151,18 +152,21 @@ def _indexed_files(index_path: Path) -> dict[Path, frozenset[str] | None]:
         raise ModelLoadError(f"{index_path}: weight_map is missing or empty; expected an object of tensor: file")
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix not in TENSOR_READERS:
+        if not isinstance(file, str) or not _is_name(file) or Path(file).suffix not in TENSOR_READERS:
             endings = " or ".join(TENSOR_READERS.names())
             raise ModelLoadError(
                 f"{index_path}: weight_map gives {shown(tensor)} the file {shown(file)}; expected a file name that ends in "
                 f"{endings}"
             )
         files.setdefault(index_path.parent / file, set()).add(tensor)
-    present = {path.name for path in index_path.parent.iterdir()}
     for path in files:
-        if path.name not in present:
+        if not path.exists():
             raise ModelLoadError(
-                f"{path.parent} holds no file {shown(path.name)}, but {index_path.name} lists it with "
-                f"{len(files[path])} tensors"
+                f"{path} does not exist, but {index_path.name} lists it with {len(files[path])} tensors"
             )
     return {path: frozenset(files[path]) for path in sorted(files)}
+
+
+def _is_name(text: str) -> bool:
+    """Whether a file of the folder may be called that."""
+    return text.isprintable() and len(text.encode()) <= _MAX_NAME_BYTES and Path(text).name == text

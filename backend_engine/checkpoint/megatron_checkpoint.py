@@ -26,10 +26,12 @@ from backend_engine.checkpoint.megatron_translate import dtype_name, translate, 
 from backend_engine.checkpoint.torch_distributed import is_distributed
 from backend_engine.checkpoint.torch_file import TorchFile
 from backend_engine.checkpoint.torch_pickle import StandIn
+from backend_engine.config.regular_files import read_regular
 from backend_engine.errors import ModelLoadError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
+_MAX_TRACKER = 1 << 10
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _SIZES = ("tensor_model_parallel_size", "model_parallel_size")

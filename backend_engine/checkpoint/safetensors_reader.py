@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backend_engine.checkpoint.tensor_reader import TensorReader
-from backend_engine.core.regular_files import open_regular
+from backend_engine.config.regular_files import open_regular
 from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backend_engine.core.regular_files import open_regular
+from backend_engine.config.regular_files import open_regular
 from backend_engine.errors import ModelLoadError
 
 _MAGIC = b"GGUF"

@@ -12,13 +12,14 @@ from backend_engine.attention.paged_kv import KvScales
 from backend_engine.attention.select import select_backend
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.hf_folder import stated_dtype
-from backend_engine.checkpoint.loader import load_weights
+from backend_engine.checkpoint.loader import check_weights, load_weights
 from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.core.kv_spec import StateSpec
 from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.layers.parts import ModelParts
 from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend, nan_warning
+from backend_engine.model_engine.claims import check_claims
 from backend_engine.models.causal_lm import CausalLM
 from backend_engine.models.family import Family
 from backend_engine.models.model_source import ModelSource
@@ -63,8 +64,13 @@ class NativeBackend(ModelBackend):
         ops = TorchOps()
         backend = select_backend(options.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
         attention = backend(ops, tensors.device)
+        check_claims(spec, stored)
+        parts = ModelParts(ops, attention, Deferred(Unquantized()), tensors)
         with torch.inference_mode():
-            model = CausalLM(spec, ModelParts(ops, attention, Deferred(Unquantized()), tensors))
+            # Without memory first: whether the files hold what config.json asks for is known before any is taken.
+            outline = CausalLM(spec, parts._replace(options=tensors._replace(device=torch.device("meta"))))
+            check_weights(stored, outline.load_targets(), family.rules, str(source.model_dir))
+            model = CausalLM(spec, parts)
             report = load_weights(stored, model.load_targets(), family.rules, str(source.model_dir), options.progress)
             model.after_loading()
         model.eval()

@@ -62,11 +62,11 @@ def _other_vocabularies(folder: Path) -> list[tuple[Path, Mapping[str, int]]]:
 
 
 def _compare(path: Path, ids: Mapping[str, int], known: Mapping[str, int], known_path: Path) -> None:
-    missing = object()
-    for token, token_id in ids.items():
-        other = known.get(token, missing)
-        if other is not missing and other != token_id:
-            raise disagreement(token, token_id, str(path), known[token], None, str(known_path))
+    # The one with the lowest id, so that it is the same one each time: vocabularies come in no order.
+    first = min(((i, token) for token, i in ids.items() if known.get(token, i) != i), default=None)
+    if first is not None:
+        token_id, token = first
+        raise disagreement(token, token_id, str(path), known[token], None, str(known_path))
     num_shared = sum(token in known for token in ids)
     if num_shared < _LEAST_SHARED * min(len(ids), len(known)):
         raise ModelLoadError(
