@@ -68,3 +68,10 @@ def shown(value: Any) -> str:
     """
     text = _Shown().repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def one_line(error: Exception) -> str:
+    """The message of another library for one of ours."""
+    text = " ".join(str(error).split())
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

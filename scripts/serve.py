@@ -25,6 +25,8 @@ from serve_options import build_parser, check, is_hub_id
 from server_log import ModelEvent
 from triton_server import ServerOptions, TritonServer
 
+from backend_engine.checkpoint.open_checkpoint import is_checkpoint
+
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 64
 _SCRIPTS = Path(__file__).resolve().parent
@@ -72,15 +74,17 @@ def run_for_path(command: list[str], stop: threading.Event) -> Path:
 
 
 def find_model(model: str | None, stop: threading.Event) -> Path:
-    """Return the model's folder: the default model, a hub model (downloaded), or the folder given."""
+    """Return where the model lies: the default model, a hub model (downloaded), or the folder or file given."""
     if model is None:
         return run_for_path([str(_SCRIPTS / "fetch_model.py")], stop)
     if is_hub_id(model):
         return run_for_path([str(_SCRIPTS / "download_model.py"), model], stop)
-    folder = Path(model).expanduser().absolute()
-    if not (folder / "config.json").is_file():
-        raise ServeError(f"--model {str(folder)!r} is no Hugging Face model folder: it has no config.json")
-    return folder
+    path = Path(model).expanduser().absolute()
+    if not is_checkpoint(path):
+        raise ServeError(
+            f"--model {str(path)!r} is no checkpoint: it has no config.json and is of no other known format"
+        )
+    return path
 
 
 def ask_sample(server: TritonServer, model: str, prompt: str, stop: threading.Event) -> None:

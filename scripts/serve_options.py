@@ -11,7 +11,7 @@ from pathlib import Path
 
 from triton_process import PortInUseError, check_ports
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+\.gguf)?")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="scripts/serve.sh", description="Serve a language model on Triton Server.", allow_abbrev=False
     )
     parser.add_argument(
-        "--model", metavar="FOLDER_OR_HUB_ID", help="Hugging Face folder or hub id (default: a small one)"
+        "--model", metavar="PATH_OR_HUB_ID", help="a checkpoint in any format, or a hub id (default: a small model)"
     )
     parser.add_argument("--http-port", type=port_number, default=8000)
     parser.add_argument("--grpc-port", type=port_number, default=8001)
@@ -66,8 +66,8 @@ def check(arguments: argparse.Namespace) -> str:
         if not item.partition(":")[0] or ":" not in item:
             return f"--set {item!r} is not allowed; use KEY:VALUE"
     model = arguments.model
-    if model is not None and not Path(model).expanduser().is_dir() and not is_hub_id(model):
-        return f"--model {model!r} is neither a folder nor a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+    if model is not None and not Path(model).expanduser().exists() and not is_hub_id(model):
+        return f"--model {model!r} is neither a folder, nor a file, nor a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
     flags = ("--http-port", "--grpc-port", "--metrics-port")
     ports = (arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     try:

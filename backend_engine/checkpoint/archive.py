@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from backend_engine.config.regular_files import open_regular
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, one_line, shown
 
 # A model's numbers hardly shrink by compression: what grows by more is no model.
 MAX_GROWTH = 20
@@ -124,12 +124,14 @@ def stored_members(window: Window) -> dict[str, Window]:
         with zipfile.ZipFile(as_file(window)) as archive:
             listed = archive.infolist()
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, zlib.error) as error:
-        raise ModelLoadError(f"{window.label} is not a whole zip file ({' '.join(str(error).split())})") from None
+        raise ModelLoadError(f"{window.label} is not a whole zip file ({one_line(error)})") from None
     if len(listed) > MAX_MEMBERS:
         raise ModelLoadError(f"{window.label} holds {len(listed)} members; expected at most {MAX_MEMBERS}")
     view, members = window.view(), {}
     for item in listed:
-        label = f"{window.label}: member {item.filename!r}"
+        label = f"{window.label}: member {shown(item.filename)}"
+        if not item.filename.isprintable():
+            raise ModelLoadError(f"{label} has a name that cannot be printed")
         if item.filename in members:
             raise ModelLoadError(f"{label} is there twice")
         if item.compress_type != zipfile.ZIP_STORED or item.flag_bits & 1 or item.file_size != item.compress_size:
@@ -137,7 +139,7 @@ def stored_members(window: Window) -> dict[str, Window]:
         header = bytes(view[item.header_offset : item.header_offset + _ZIP_LOCAL_HEADER])
         start = item.header_offset + _ZIP_LOCAL_HEADER
         start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        if header[:4] != b"PK\x03\x04" or start + item.file_size > window.size:
+        if item.header_offset < 0 or header[:4] != b"PK\x03\x04" or start + item.file_size > window.size:
             raise ModelLoadError(f"{label} is beyond the end of the file ({window.size} bytes)")
         members[item.filename] = window.part(start, item.file_size, f"{window.label}: {item.filename}")
     _refuse_overlaps(members)
@@ -235,7 +237,7 @@ def _expanded(window: Window) -> Window:
                 target.write(chunk)
             target.flush()
         except (OSError, EOFError, zlib.error) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise ModelLoadError(f"{window.label} cannot be unpacked ({reason}); expected a whole archive") from None
         mapped = MappedFile(target, window.label)
     return Window(mapped, 0, mapped.size, window.label)
@@ -249,7 +251,7 @@ class _BoundedTarInfo(tarfile.TarInfo):
         info = super().frombuf(buf, encoding, errors)
         is_name = info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
         if info.size < 0:
-            raise tarfile.ReadError(f"member {info.name!r} has {info.size} bytes")
+            raise tarfile.ReadError(f"member {shown(info.name)} has {info.size} bytes")
         if (is_name or info.type not in tarfile.SUPPORTED_TYPES) and info.size > _MAX_TAR_HEADER:
             raise tarfile.ReadError(f"a header of {info.size} bytes; expected at most {_MAX_TAR_HEADER}")
         return info
@@ -272,13 +274,15 @@ def _tar_members(window: Window) -> dict[str, Window]:
             if any(rest):
                 raise tarfile.ReadError(f"a damaged header at byte {archive.offset}")
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{window.label} is not a whole tar archive ({' '.join(str(error).split())})") from None
+        raise ModelLoadError(f"{window.label} is not a whole tar archive ({one_line(error)})") from None
     return members
 
 
 def _tar_member(window: Window, item: tarfile.TarInfo) -> tuple[str, Window]:
     path = PurePosixPath(item.name)
-    label = f"{window.label}: member {item.name!r}"
+    label = f"{window.label}: member {shown(item.name)}"
+    if not item.name.isprintable():
+        raise ModelLoadError(f"{label} has a name that cannot be printed")
     if path.is_absolute() or ".." in path.parts or "\\" in item.name or "\0" in item.name:
         raise ModelLoadError(f"{label} leaves the archive; expected a name within it")
     if item.issparse():

@@ -8,7 +8,7 @@ from backend_engine.checkpoint.gguf_decoder_config import Config, GgufModel
 from backend_engine.checkpoint.gguf_families import ARCHITECTURES, VARIANTS
 from backend_engine.checkpoint.gguf_files import GgufFiles
 from backend_engine.checkpoint.gguf_keys import ModelKeys
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
@@ -20,7 +20,7 @@ def hf_config(keys: ModelKeys, files: GgufFiles) -> Config:
     architecture = keys.architecture
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelLoadError(f"{files.path}: general.architecture is {architecture!r}; expected one of {known}")
+        raise ModelLoadError(f"{files.path}: general.architecture is {shown(architecture)}; expected one of {known}")
     _check_size(keys, files)
     if architecture == "llama" and keys.count("expert_count", 0, low=0):
         architecture = "mixtral"

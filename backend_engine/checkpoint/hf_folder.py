@@ -125,7 +125,9 @@ def _open_readers(folder: Path) -> "list[TensorReader]":
         if absent:
             more = f" (nor {len(absent) - 1} more)" if len(absent) > 1 else ""
             index = SAFETENSORS.of_index if reader.path.suffix == ".safetensors" else TORCH.of_index
-            raise ModelLoadError(f"{reader.path} does not hold tensor {shown(absent[0])}{more}, which {index} lists for it")
+            raise ModelLoadError(
+                f"{reader.path} does not hold tensor {shown(absent[0])}{more}, which {index} lists for it"
+            )
     return readers
 
 

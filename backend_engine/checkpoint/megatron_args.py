@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from backend_engine.checkpoint.megatron_model import MegatronModel, read_groups, read_share, read_sizes
-from backend_engine.config.hf_config import HfConfig
+from backend_engine.config.hf_config import MAX_LAYERS, HfConfig
 
 # What each key may be; absent or None is allowed as well.
 _NEUTRAL: dict[str, Collection[Any]] = {
@@ -67,7 +67,7 @@ def read_args(args: Mapping[str, Any], where: str) -> MegatronModel:
     ffn_size = config.integer("ffn_hidden_size", None if is_gated else 4 * hidden_size)
     return MegatronModel(
         where=where,
-        num_layers=config.integer("num_layers"),
+        num_layers=config.integer("num_layers", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_groups=read_groups(config, num_heads, num_heads) if is_grouped else num_heads,

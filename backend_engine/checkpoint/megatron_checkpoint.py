@@ -27,7 +27,7 @@ from backend_engine.checkpoint.torch_distributed import is_distributed
 from backend_engine.checkpoint.torch_file import TorchFile
 from backend_engine.checkpoint.torch_pickle import StandIn
 from backend_engine.config.regular_files import read_regular
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
@@ -94,7 +94,7 @@ def _open_ranks(folder: Path) -> tuple[MegatronModel, dict[str, ChunkedTensor]]:
     _check_sizes(args, len(opened), len(opened[0]), first.label)
     version = _root(first).get("checkpoint_version", 0)
     if type(version) not in (int, float) or version not in VERSIONS:
-        raise ModelLoadError(f"{first.label}: checkpoint_version is {version!r}; expected one of {VERSIONS}")
+        raise ModelLoadError(f"{first.label}: checkpoint_version is {shown(version)}; expected one of {VERSIONS}")
     stages = []
     for key in _model_keys(first):
         for i, stage in enumerate(opened):
@@ -145,4 +145,4 @@ def _check_sizes(args: Mapping[str, Any], num_stages: int, num_ranks: int, label
     stated = next((key for key in _SIZES if args.get(key) is not None), None)
     for key, size in ((stated, num_ranks), ("pipeline_model_parallel_size", num_stages)):
         if key is not None and args.get(key) is not None and args[key] != size:
-            raise ModelLoadError(f"{label}: args: {key} is {args[key]!r}, but there are folders for {size}")
+            raise ModelLoadError(f"{label}: args: {key} is {shown(args[key])}, but there are folders for {size}")

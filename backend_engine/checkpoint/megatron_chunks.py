@@ -16,6 +16,9 @@ from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
 
 
+_MAX_CHUNKS = 2048
+
+
 class Chunk(NamedTuple):
     """A piece, and where its first element goes."""
 
@@ -100,6 +103,8 @@ def joined(parts: Sequence[ChunkedTensor], dim: int = 0) -> ChunkedTensor:
 def check_cover(tensor: ChunkedTensor, where: str) -> ChunkedTensor:
     """The tensor, if its pieces cover it and have one dtype. Raises ``ModelLoadError`` that begins with ``where``."""
     covered = 0
+    if len(tensor.chunks) > _MAX_CHUNKS:
+        raise ModelLoadError(f"{where} lies in {len(tensor.chunks)} pieces; expected at most {_MAX_CHUNKS}")
     for i, (offset, piece) in enumerate(tensor.chunks):
         ends = tuple(start + size for start, size in zip(offset, piece.shape, strict=True))
         if any(end > size for end, size in zip(ends, tensor.shape, strict=True)) or piece.dtype != tensor.dtype:
@@ -109,7 +114,7 @@ def check_cover(tensor: ChunkedTensor, where: str) -> ChunkedTensor:
             other_ends = tuple(start + size for start, size in zip(other_offset, other.shape, strict=True))
             if all(a < d and c < b for a, b, c, d in zip(offset, ends, other_offset, other_ends, strict=True)):
                 raise ModelLoadError(f"{where} has two pieces for the elements at {list(offset)}")
-    if not tensor.chunks or covered != math.prod(tensor.shape):
+    if not covered or covered != math.prod(tensor.shape):
         raise ModelLoadError(f"{where}, shape {list(tensor.shape)}, is stored with {covered} elements only")
     return tensor
 

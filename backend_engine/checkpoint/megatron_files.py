@@ -15,7 +15,7 @@ from backend_engine.checkpoint.megatron_names import core_name, split_layer
 from backend_engine.checkpoint.torch_distributed import read_distributed
 from backend_engine.checkpoint.torch_file import TorchFile
 from backend_engine.checkpoint.torch_pickle import TensorRef
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 MAX_TENSORS = 200_000
 _MAX_DEPTH = 8
@@ -93,8 +93,8 @@ def _leaves(value: Any, name: str, label: str, depth: int) -> Iterator[tuple[str
     if not depth:
         raise ModelLoadError(f"{label} holds dicts more than {_MAX_DEPTH} deep under {name}; expected tensors")
     for key, inner in value.items():
-        if not isinstance(key, str):
-            raise ModelLoadError(f"{label} holds the key {key!r} under {name or 'its root'}; expected names")
+        if not isinstance(key, str) or not key.isprintable():
+            raise ModelLoadError(f"{label} holds the key {shown(key)} under {name or 'its root'}; expected names")
         yield from _leaves(inner, f"{name}.{key}" if name else key, label, depth - 1)
 
 

@@ -26,7 +26,7 @@ from backend_engine.checkpoint.megatron_translate import dtype_name, translate, 
 from backend_engine.checkpoint.nemo_config import read_nemo1, read_nemo2, read_yaml
 from backend_engine.checkpoint.torch_distributed import is_distributed
 from backend_engine.checkpoint.torch_file import TorchFile
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 CONFIG_1 = "model_config.yaml"
 CONFIG_2 = "context/model.yaml"
@@ -35,7 +35,7 @@ _DISTRIBUTED_1 = "model_weights/"
 _DISTRIBUTED_2 = "weights/"
 _TOKENIZER_2 = "context/nemo_tokenizer/"
 _RANK = re.compile(r"(?:mp|tp)_rank_(\d+)(?:_pp_rank_(\d+))?/model_weights\.ckpt")
-_MAX_CONFIG = 1 << 24
+_MAX_CONFIG = 1 << 18
 _MAX_TOKENIZER = 1 << 28
 # Keys of tokenizer in model_config.yaml that name a file of the archive, and what such a file is usually called.
 _TOKENIZER_1 = {"model": "tokenizer.model", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
@@ -96,7 +96,7 @@ def _tensors_1(files: FileTree, model: MegatronModel, values: Mapping[str, Any])
         raise ModelLoadError(f"{files.path} has no {_WEIGHTS_1}, of a rank or whole, and no {_DISTRIBUTED_1}.metadata")
     if values.get("virtual_pipeline_model_parallel_size") not in (None, 1):
         value = values["virtual_pipeline_model_parallel_size"]
-        raise ModelLoadError(f"{CONFIG_1}: virtual_pipeline_model_parallel_size is {value!r}; expected 1")
+        raise ModelLoadError(f"{CONFIG_1}: virtual_pipeline_model_parallel_size is {shown(value)}; expected 1")
     stages = []
     for i, stage in enumerate(rank_grid(found, str(files.path))):
         opened = [TorchFile(files.window(file.name), STAND_INS) for file in stage]

@@ -12,8 +12,8 @@ import yaml
 
 from backend_engine.checkpoint.megatron_args import llama3_scaling, refuse_other_models
 from backend_engine.checkpoint.megatron_model import MegatronModel, read_groups, read_share, read_sizes
-from backend_engine.config.hf_config import HfConfig
-from backend_engine.errors import ModelLoadError
+from backend_engine.config.hf_config import MAX_LAYERS, HfConfig
+from backend_engine.errors import ModelLoadError, one_line
 
 _NEUTRAL_1: dict[str, Collection[Any]] = {
     "attention_type": ("multihead",),
@@ -47,12 +47,27 @@ _CLASSES_2 = re.compile(r"(GPT|Llama(2|3|31|32)?|CodeLlama|Qwen2|Qwen25|Qwen3|Mi
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned"}
 
 
+# Besides its own, the parser raises what comes of values that are not what their tags say.
+_YAML_ERRORS = (
+    yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Without merged mappings (``<<``): those of some lines can be merged into one of billions of entries."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a merged mapping (<<)", node.start_mark)
+
+
 def read_yaml(data: bytes, where: str) -> dict[str, Any]:
     """The mapping that a YAML file holds, plain values only. Raises ``ModelLoadError``."""
     try:
-        values = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ModelLoadError(f"{where} is not valid YAML ({' '.join(str(error).split())})") from None
+        # Its size is bounded by the caller: the parser is slow.
+        values = yaml.load(data, _PlainLoader)  # noqa: S506 (it makes plain values only)
+    except _YAML_ERRORS as error:
+        raise ModelLoadError(f"{where} is not valid YAML ({one_line(error)})") from None
     if not isinstance(values, dict):
         raise ModelLoadError(f"{where} holds a {type(values).__name__}; expected a mapping")
     return values
@@ -78,7 +93,7 @@ def read_nemo1(values: Mapping[str, Any], where: str) -> MegatronModel:
     positions = _POSITIONS[config.choice("position_embedding_type", _POSITIONS, "learned_absolute")]
     return MegatronModel(
         where=where,
-        num_layers=config.integer("num_layers"),
+        num_layers=config.integer("num_layers", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_groups=read_groups(config, num_heads, num_heads),
@@ -122,7 +137,7 @@ def read_nemo2(values: Mapping[str, Any], where: str) -> MegatronModel:
     ffn_size = config.integer("ffn_hidden_size", None if is_gated else 4 * hidden_size)
     return MegatronModel(
         where=f"{where}: config",
-        num_layers=config.integer("num_layers"),
+        num_layers=config.integer("num_layers", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_groups=read_groups(config, num_heads, num_heads),

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from backend_engine.checkpoint.tensor_reader import TensorReader
 from backend_engine.core.tensor_info import TensorInfo
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 from backend_engine.models.weight_rules import Copy
-from backend_engine.quantization.weight_format import Leaf, Quantization, StoredTensors, WeightFormat
+from backend_engine.quantization.weight_format import FLOAT_DTYPES, Leaf, Quantization, StoredTensors, WeightFormat
+
+
+_MAX_NAME_CHARS = 500
 
 
 class TensorFiles:
@@ -22,10 +25,14 @@ class TensorFiles:
 
     def __init__(self, readers: Iterable[TensorReader]) -> None:
         self._readers: dict[str, TensorReader] = {}
+        self._infos: dict[str, TensorInfo] = {}
         for reader in readers:
             for name in reader.names():
-                if not name.isprintable():
-                    raise ModelLoadError(f"{reader.path} holds a tensor named {name!r}; expected printable characters")
+                if not name.isprintable() or len(name) > _MAX_NAME_CHARS:
+                    raise ModelLoadError(
+                        f"{reader.path} holds a tensor named {shown(name)}; expected at most {_MAX_NAME_CHARS} "
+                        "printable characters"
+                    )
                 if name in self._readers:
                     other = self._readers[name].path.name
                     raise ModelLoadError(f"tensor {name} is in two files, {other} and {reader.path.name}")
@@ -46,7 +53,9 @@ class TensorFiles:
 
     def describe(self, name: str) -> TensorInfo:
         """Shape and dtype."""
-        return self._readers[name].describe(name)
+        if name not in self._infos:
+            self._infos[name] = self._readers[name].describe(name)
+        return self._infos[name]
 
     def read(self, name: str) -> Tensor:
         """The tensor."""
@@ -114,7 +123,8 @@ class StoredWeights(Collection[str]):
         """Whether ``name`` is a bias of zeros beside a packed weight: AutoGPTQ writes one for every layer."""
         module = name.removesuffix(".bias")
         is_beside = module != name and self.format_of(module + ".weight") is not None
-        return is_beside and not bool(self.files.read(name).count_nonzero())
+        is_plain = is_beside and self.files.describe(name).dtype in FLOAT_DTYPES
+        return is_plain and not bool(self.files.read(name).count_nonzero())
 
     def check(self, copy: Copy) -> None:
         """Compare what ``copy`` needs with what the headers say."""

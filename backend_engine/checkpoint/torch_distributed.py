@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from backend_engine.checkpoint.archive import FileTree, Window
 from backend_engine.checkpoint.megatron_chunks import Chunk, ChunkedTensor, check_cover
-from backend_engine.checkpoint.torch_file import TorchFile
+from backend_engine.checkpoint.torch_file import MAX_DIMS, TorchFile, is_size
 from backend_engine.checkpoint.torch_pickle import MAX_PICKLE, StandIn, TensorRef, read_pickle
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 METADATA = ".metadata"
 BACKEND = "metadata.json"
@@ -65,6 +65,8 @@ def read_distributed(files: FileTree, folder: str, is_wanted: Callable[[str], bo
     for name, about in tensors.items():
         values = about.attributes() if isinstance(about, StandIn) else {}
         if isinstance(name, str) and is_wanted(name) and "chunks" in values:
+            if not name.isprintable():
+                raise ModelLoadError(f"{where} has a tensor named {shown(name)}; expected printable characters")
             found[name] = _tensor(name, values, places, lambda file: _open(files, folder, file, opened), where)
     return found
 
@@ -74,11 +76,11 @@ def _check_backend(files: FileTree, folder: str) -> None:
         where = files.window(folder + BACKEND).label
         try:
             values = json.loads(files.read(folder + BACKEND, 1 << 20))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ModelLoadError(f"{where} is not valid JSON") from None
         backend = values.get("sharded_backend") if isinstance(values, dict) else None
         if backend != "torch_dist":
-            raise ModelLoadError(f"{where}: sharded_backend is {backend!r}; expected 'torch_dist'")
+            raise ModelLoadError(f"{where}: sharded_backend is {shown(backend)}; expected 'torch_dist'")
     if folder + METADATA not in files.names():
         raise ModelLoadError(f"{files.path}: {folder}{METADATA} does not exist; expected a distributed checkpoint")
 
@@ -91,14 +93,13 @@ def _places(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[int,
         values = info.attributes() if isinstance(info, StandIn) else {}
         name, offset = key.get("fqn"), key.get("offset")
         if values.get("transform_descriptors"):
-            raise ModelLoadError(
-                f"{where}: {name} is stored through {values['transform_descriptors']!r}; expected none"
-            )
+            found = shown(values["transform_descriptors"])
+            raise ModelLoadError(f"{where}: {shown(name)} is stored through {found}; expected none")
         place = _Place(values.get("relative_path", ""), values.get("offset", -1), values.get("length", -1))
-        is_sound = isinstance(place.file, str) and all(type(n) is int and n >= 0 for n in place[1:])
+        is_sound = isinstance(place.file, str) and place.file.isprintable() and all(map(is_size, place[1:]))
         if not isinstance(name, str) or not is_sound or "/" in place.file or place.file in ("", "..", "."):
             raise ModelLoadError(
-                f"{where}: {name!r} lies at {tuple(place)!r}; expected a file beside it and two counts"
+                f"{where}: {shown(name)} lies at {shown(tuple(place))}; expected a file beside it and two counts"
             )
         if isinstance(offset, tuple):
             places[name, offset] = place
@@ -121,14 +122,14 @@ def _tensor(
     where: str,
 ) -> ChunkedTensor:
     shape, chunks = values.get("size"), []
-    if not isinstance(shape, tuple) or not isinstance(values["chunks"], list):
+    if not _is_sizes(shape) or not isinstance(values["chunks"], list):
         raise ModelLoadError(f"{where}: {name} has no size or no chunks")
     for about in values["chunks"]:
         chunk = about.attributes() if isinstance(about, StandIn) else {}
         offset: Any = chunk.get("offsets")
-        place = places.get((name, offset)) if isinstance(offset, tuple) and len(offset) == len(shape) else None
+        place = places.get((name, offset)) if _is_sizes(offset) and len(offset) == len(shape) else None
         if place is None:
-            raise ModelLoadError(f"{where}: the piece of {name} at {offset!r} is not stored")
+            raise ModelLoadError(f"{where}: the piece of {name} at {shown(offset)} is not stored")
         file = open_file(place.file)
         if place.start + place.length > file.size:
             raise ModelLoadError(
@@ -142,3 +143,7 @@ def _tensor(
             raise ModelLoadError(f"{file.label}: the piece of {name} at {list(offset)} is {list(stored.shape)}")
         chunks.append(Chunk(offset, stored))
     return check_cover(ChunkedTensor(shape, tuple(chunks)), f"{where}: {name}")
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) <= MAX_DIMS and all(map(is_size, value))

@@ -17,6 +17,7 @@ from backend_engine.checkpoint.archive import MappedFile, Window, as_file, open_
 from backend_engine.checkpoint.tensor_reader import TensorReader
 from backend_engine.checkpoint.torch_pickle import (
     MAX_PICKLE,
+    MAX_SIZE,
     StorageRef,
     TensorRef,
     Unpickled,
@@ -24,7 +25,7 @@ from backend_engine.checkpoint.torch_pickle import (
     read_pickle,
 )
 from backend_engine.core.tensor_info import TensorInfo
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ModelLoadError, shown
 
 WRAPPERS = ("state_dict", "model", "module")
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -35,6 +36,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 }  # fmt: skip
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
+MAX_DIMS = 64
 
 
 class StoredTensor(NamedTuple):
@@ -113,9 +115,12 @@ class TorchFile:
         if ref.problem is not None:
             raise ModelLoadError(f"{where} is {ref.problem}; expected a dense tensor")
         if not isinstance(ref.dtype, torch.dtype) or ref.dtype not in DTYPE_NAMES:
-            raise ModelLoadError(f"{where} has dtype {ref.dtype}; expected one of {', '.join(DTYPE_NAMES.values())}")
+            raise ModelLoadError(
+                f"{where} has dtype {shown(ref.dtype)}; expected one of {', '.join(DTYPE_NAMES.values())}"
+            )
         if not isinstance(ref.storage, StorageRef) or not _is_plain(ref):
-            raise ModelLoadError(f"{where} has shape {ref.shape!r}, stride {ref.stride!r} and offset {ref.offset!r}")
+            found = f"shape {shown(ref.shape)}, stride {shown(ref.stride)} and offset {shown(ref.offset)}"
+            raise ModelLoadError(f"{where} has {found}; expected integers of at least 0")
         window = self._storages.get(ref.storage.key)
         if window is None:
             raise ModelLoadError(f"{where} lies in storage {ref.storage.key}, which the file does not hold")
@@ -132,9 +137,14 @@ class TorchFile:
 def _is_plain(ref: TensorRef) -> bool:
     """Whether the numbers of a tensor are numbers."""
     both = (ref.shape, ref.stride)
-    if not all(isinstance(part, tuple) and all(type(n) is int and n >= 0 for n in part) for part in both):
+    if not all(isinstance(part, tuple) and len(part) <= MAX_DIMS and all(map(is_size, part)) for part in both):
         return False
-    return len(ref.shape) == len(ref.stride) and type(ref.offset) is int and ref.offset >= 0
+    return len(ref.shape) == len(ref.stride) and is_size(ref.offset)
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a number that a dimension or an offset can have."""
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def _open_legacy(window: Window, stand_ins: Collection[str]) -> tuple[Any, dict[str, Window]]:
@@ -148,7 +158,7 @@ def _open_legacy(window: Window, stand_ins: Collection[str]) -> tuple[Any, dict[
     if not is_known:
         raise ModelLoadError(f"{window.label} is not a file that torch.save wrote, or only its beginning")
     if head[2].get("little_endian") is not True:
-        raise ModelLoadError(f"{window.label} has little_endian {head[2].get('little_endian')!r}; expected True")
+        raise ModelLoadError(f"{window.label} has little_endian {shown(head[2].get('little_endian'))}; expected True")
     root, found = _next_pickle(file, window, stand_ins)
     keys = _next_pickle(file, window, ()).root
     storages: dict[str, Window] = {}
@@ -207,8 +217,10 @@ def named_tensors(root: Any, label: str) -> dict[str, TensorRef]:
     if not isinstance(root, dict):
         raise ModelLoadError(f"{label} holds a {type(root).__name__}; expected a dict of tensors by name")
     for name, value in root.items():
-        if not isinstance(name, str) or not isinstance(value, TensorRef):
-            raise ModelLoadError(f"{label} holds a {type(value).__name__} under {name!r}; expected tensors by name")
+        if not isinstance(name, str) or not name.isprintable() or not isinstance(value, TensorRef):
+            raise ModelLoadError(
+                f"{label} holds a {type(value).__name__} under {shown(name)}; expected tensors by name"
+            )
     if not root:
         raise ModelLoadError(f"{label} holds no tensor")
     return dict(root)

@@ -14,9 +14,11 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from backend_engine.errors import ModelLoadError
+from backend_engine.checkpoint.pickle_size import HashableSizes
+from backend_engine.errors import ModelLoadError, one_line, shown
 
-MAX_PICKLE = 1 << 30
+MAX_PICKLE = 1 << 27
+MAX_SIZE = (1 << 63) - 1
 _REFUSED_CODES = frozenset({"INST", "OBJ", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID"})
 _DAMAGE = (
     pickle.UnpicklingError,
@@ -77,7 +79,12 @@ class StandIn:
 
     type_name = ""
 
+    @staticmethod
+    def spend(num_values: int) -> None:
+        """Told how many values an object keeps that others may keep as well."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> "StandIn":
+        cls.spend(len(args) + len(kwargs))
         self = object.__new__(cls)
         self.args, self.kwargs, self.state = args, kwargs, None
         return self
@@ -93,7 +100,7 @@ class StandIn:
         self.state = state
 
     def __repr__(self) -> str:
-        return f"{self.type_name}({', '.join(map(repr, self.args))})"
+        return f"an object of type {self.type_name}"
 
     def attributes(self) -> dict[str, Any]:
         """The state as names and values; empty where it is something else."""
@@ -145,13 +152,16 @@ def _encode(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
     return text.encode("latin1")
 
 
-_CONTAINERS: dict[str, Any] = {
+# What these make is as large as what they are given, which may be given many times.
+_COPIES: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _PlainDict,
-    "builtins.set": _Maker(set),
-    "builtins.frozenset": _Maker(frozenset),
-    "_codecs.encode": _Maker(_encode),
-    "torch.Size": _Maker(tuple),
-    "torch.device": _Maker(lambda *args: str(args)),
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "_codecs.encode": _encode,
+    "torch.Size": tuple,
+}
+_CONTAINERS: dict[str, Any] = {
+    "torch.device": _Maker(lambda kind, *_: kind),
     "torch.serialization._get_layout": _Maker(lambda name: name),
 }
 _TENSORS: dict[str, Any] = {
@@ -192,7 +202,7 @@ def read_pickle(data: bytes, where: str, stand_ins: Collection[str] = ()) -> Unp
         unpickler = _Unpickler(data, where, stand_ins)
         return Unpickled(unpickler.load(), unpickler.storages)
     except _DAMAGE as error:
-        raise ModelLoadError(f"{where} is not a whole pickle ({' '.join(str(error).split())})") from None
+        raise ModelLoadError(f"{where} is not a whole pickle ({one_line(error)})") from None
 
 
 def pickle_length(data: IO[bytes], where: str) -> int:
@@ -203,7 +213,7 @@ def pickle_length(data: IO[bytes], where: str) -> int:
             if data.tell() - start > MAX_PICKLE:
                 raise ModelLoadError(f"{where} holds a pickle of more than {MAX_PICKLE} bytes")
     except _DAMAGE as error:
-        raise ModelLoadError(f"{where} is not a whole pickle ({' '.join(str(error).split())})") from None
+        raise ModelLoadError(f"{where} is not a whole pickle ({one_line(error)})") from None
     return data.tell() - start
 
 
@@ -212,12 +222,14 @@ def _check_codes(data: bytes, where: str) -> None:
     if len(data) > MAX_PICKLE:
         raise ModelLoadError(f"{where} holds a pickle of {len(data)} bytes; expected at most {MAX_PICKLE}")
     try:
+        sizes = HashableSizes()
         for count, (code, argument, _) in enumerate(pickletools.genops(data)):
             is_note = code.name in ("PUT", "BINPUT", "LONG_BINPUT")
             if code.name in _REFUSED_CODES or (is_note and (argument is None or not 0 <= int(argument) <= count)):
-                raise ModelLoadError(f"{where} is not a pickle that torch writes (code {code.name} {argument!r})")
+                raise ModelLoadError(f"{where} is not a pickle that torch writes (code {code.name} {shown(argument)})")
+            sizes.step(code, argument)
     except _DAMAGE as error:
-        raise ModelLoadError(f"{where} is not a whole pickle ({' '.join(str(error).split())})") from None
+        raise ModelLoadError(f"{where} is not a whole pickle ({one_line(error)})") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -227,27 +239,48 @@ class _Unpickler(pickle.Unpickler):
         self._stand_ins = frozenset(stand_ins)
         self._types: dict[str, type[StandIn]] = {}
         self.storages: dict[str, StorageRef] = {}
+        # Values that are made of others by copying: each is in the pickle at least once.
+        self._budget = len(data)
+
+    def _spend(self, num_values: int) -> None:
+        self._budget -= num_values
+        if self._budget < 0:
+            raise pickle.UnpicklingError("values that are copied many times over")
+
+    def _counted(self, make: Callable[..., Any]) -> _Maker:
+        def counted(values: Any = (), *others: Any) -> Any:
+            self._spend(len(values))
+            return make(values, *others)
+
+        return _Maker(counted)
 
     def find_class(self, module: str, name: str) -> Any:
         # Early pickles have the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         full = f"{module}.{name}"
+        if full in _COPIES:
+            return self._counted(_COPIES[full])
         if full in _CONTAINERS:
             return _CONTAINERS[full]
         if full in _TENSORS:
             return _TENSORS[full]
         if full in self._stand_ins:
-            return self._types.setdefault(full, type("StandIn", (StandIn,), {"type_name": full}))
-        raise ModelLoadError(f"{self._where} holds an object of type {full}, which is not loaded; expected tensors")
+            values = {"type_name": full, "spend": staticmethod(self._spend)}
+            return self._types.setdefault(full, type("StandIn", (StandIn,), values))
+        named = full if full.isprintable() else shown(full)
+        raise ModelLoadError(
+            f"{self._where} holds an object of type {named[:200]}, which is not loaded; expected tensors"
+        )
 
     def persistent_load(self, pid: Any) -> StorageRef:
         is_known = isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"
         if not is_known or not isinstance(pid[1], StorageRef):
             raise pickle.UnpicklingError("an unknown kind of reference")
         key, numel = pid[2], pid[4]
-        if not isinstance(numel, int) or numel < 0 or (len(pid) == 6 and pid[5] is not None):
-            raise pickle.UnpicklingError(f"storage {key!r} of {numel!r} elements, or a view of another")
+        is_sound = isinstance(key, str | int) and isinstance(numel, int) and 0 <= numel <= MAX_SIZE
+        if not is_sound or (len(pid) == 6 and pid[5] is not None):
+            raise pickle.UnpicklingError(f"storage {shown(key)} of {shown(numel)} elements, or a view of another")
         ref = StorageRef(pid[1].dtype, str(key), numel)
         if self.storages.setdefault(ref.key, ref) != ref:
-            raise pickle.UnpicklingError(f"storage {key!r} in two ways")
+            raise pickle.UnpicklingError(f"storage {shown(key)} in two ways")
         return ref

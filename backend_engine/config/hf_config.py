@@ -47,19 +47,19 @@ class HfConfig:
         """Keys with a value that nobody has asked for, sorted."""
         return sorted(key for key, value in self._values.items() if key not in self._read and value is not None)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer from 1 to ``MAX_INTEGER``; without a default it must be there."""
-        return self._integer(key, 1, default)
+    def integer(self, key: str, default: int | None = None, at_most: int = MAX_INTEGER) -> int:
+        """An integer of at least 1; without a default it must be there."""
+        return self._integer(key, 1, default, at_most)
 
     def num_layers(self, default: int | None = None) -> int:
         """``num_hidden_layers``, of which there may be ``MAX_LAYERS``."""
-        return self._integer("num_hidden_layers", 1, default, MAX_LAYERS)
+        return self.integer("num_hidden_layers", default, MAX_LAYERS)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """An integer from 0 to ``MAX_INTEGER``; without a default it must be there."""
-        return self._integer(key, 0, default)
+        """An integer of at least 0; without a default it must be there."""
+        return self._integer(key, 0, default, MAX_INTEGER)
 
-    def _integer(self, key: str, low: int, default: int | None, high: int = MAX_INTEGER) -> int:
+    def _integer(self, key: str, low: int, default: int | None, high: int) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default

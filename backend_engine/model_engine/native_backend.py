@@ -68,7 +68,7 @@ class NativeBackend(ModelBackend):
         parts = ModelParts(ops, attention, Deferred(Unquantized()), tensors)
         with torch.inference_mode():
             # Without memory first: whether the files hold what config.json asks for is known before any is taken.
-            outline = CausalLM(spec, parts._replace(options=tensors._replace(device=torch.device("meta"))))
+            outline = CausalLM(spec, dataclasses.replace(parts, options=tensors._replace(device=torch.device("meta"))))
             check_weights(stored, outline.load_targets(), family.rules, str(source.model_dir))
             model = CausalLM(spec, parts)
             report = load_weights(stored, model.load_targets(), family.rules, str(source.model_dir), options.progress)

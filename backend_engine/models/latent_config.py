@@ -69,8 +69,7 @@ def read_layers(config: HfConfig, mixer: LatentAttentionDecl, routing: RoutingDe
     sparse = MoeDecl(routing, size, dense.act, shared_size=size * config.integer("n_shared_experts"))
     first, every = config.count("first_k_dense_replace"), config.integer("moe_layer_freq", 1)
     return tuple(
-        LayerDecl(mixer, sparse if i >= first and i % every == 0 else dense)
-        for i in range(config.num_layers())
+        LayerDecl(mixer, sparse if i >= first and i % every == 0 else dense) for i in range(config.num_layers())
     )
 
 

@@ -19,6 +19,7 @@ from backend_engine.layers.rotary import (
 )
 
 _KNOWN = "default, linear, dynamic, llama3, yarn or longrope"
+_MOST_TURNS = 1e6
 _SETTINGS = frozenset(
     {
         "rope_type",
@@ -74,7 +75,7 @@ def read_rope(
         if original is None
         else config.integer("original_max_position_embeddings")
     )
-    scaling, exact_up_to = _read_scaling(settings, dim, original_max_positions, max_positions, aliases or {})
+    scaling, exact_up_to = _read_scaling(settings, theta, dim, original_max_positions, max_positions, aliases or {})
     return RopeDecl(theta, scaling, dim, is_interleaved, exact_up_to)
 
 
@@ -105,7 +106,7 @@ def _read_settings(settings: HfConfig | None, head_dim: int, max_positions: int,
     theta = settings.number("rope_theta", default_theta)
     settings.require_neutral({"partial_rotary_factor": (1,)})
     original = settings.integer("original_max_position_embeddings", max_positions)
-    scaling, exact_up_to = _read_scaling(settings, head_dim, original, max_positions, {})
+    scaling, exact_up_to = _read_scaling(settings, theta, head_dim, original, max_positions, {})
     return RopeDecl(theta, scaling, head_dim, exact_up_to=exact_up_to)
 
 
@@ -120,7 +121,12 @@ def _rotated_dim(config: HfConfig, head_dim: int, default: float) -> int:
 
 
 def _read_scaling(
-    settings: HfConfig, dim: int, original_max_positions: int, max_positions: int, aliases: Mapping[str, str]
+    settings: HfConfig,
+    theta: float,
+    dim: int,
+    original_max_positions: int,
+    max_positions: int,
+    aliases: Mapping[str, str],
 ) -> tuple[RopeScaling, int | None]:
     """The scheme of ``rope_scaling`` or ``rope_parameters``, and the length up to which it is what the model knows."""
     key = "type" if settings.get("rope_type") is None and settings.get("type") is not None else "rope_type"
@@ -144,6 +150,8 @@ def _read_scaling(
             raise settings.refuse("high_freq_factor", f"a number above low_freq_factor, {low}")
         return Llama3Scaling(settings.number("factor"), low, high, original_max_positions), None
     if kind == "yarn":
+        if theta <= 1:
+            raise settings.refuse("rope_theta", f"a number above 1 with yarn (it is {theta})")
         return _yarn(settings, original_max_positions, max_positions), None
     if kind in ("longrope", "su"):
         return _longrope(settings, dim, original_max_positions, max_positions), None
@@ -161,10 +169,17 @@ def _yarn(settings: HfConfig, original_max_positions: int, max_positions: int) -
         factor=factor,
         original_max_positions=original_max_positions,
         attention_factor=settings.number("attention_factor", attention_factor),
-        beta_fast=settings.number("beta_fast", 32.0),
-        beta_slow=settings.number("beta_slow", 1.0),
+        beta_fast=_turns(settings, "beta_fast", 32.0),
+        beta_slow=_turns(settings, "beta_slow", 1.0),
         truncate=settings.flag("truncate", True),
     )
+
+
+def _turns(settings: HfConfig, key: str, default: float) -> float:
+    turns = settings.number(key, default)
+    if not 1 / _MOST_TURNS <= turns <= _MOST_TURNS:
+        raise settings.refuse(key, f"a number from {1 / _MOST_TURNS} to {_MOST_TURNS}")
+    return turns
 
 
 def yarn_temperature(factor: float, weight: float) -> float:
@@ -174,6 +189,8 @@ def yarn_temperature(factor: float, weight: float) -> float:
 
 def _longrope(settings: HfConfig, dim: int, original_max_positions: int, max_positions: int) -> LongRopeScaling:
     factor = settings.number("factor", max_positions / original_max_positions)
+    if original_max_positions < 2:
+        raise settings.refuse("original_max_position_embeddings", "an integer of at least 2 with longrope")
     default = math.sqrt(1 + math.log(factor) / math.log(original_max_positions)) if factor > 1 else 1.0
     return LongRopeScaling(
         settings.numbers("short_factor", dim // 2),

@@ -227,7 +227,10 @@ def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--model", "/nowhere/at/all"], "--model '/nowhere/at/all' is neither a folder nor a hub id such as"),
+        (
+            ["--model", "/nowhere/at/all"],
+            "--model '/nowhere/at/all' is neither a folder, nor a file, nor a hub id such as",
+        ),
         (["--set", "no_colon"], "--set 'no_colon' is not allowed; use KEY:VALUE"),
     ],
 )
@@ -250,7 +253,8 @@ def run_serve(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_folder_that_is_no_model_and_an_unknown_setting_are_told(table_model_dir: Path, tmp_path: Path) -> None:
     done = run_serve(tmp_path / "cache", "--model", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == f"error: --model '{tmp_path}' is no Hugging Face model folder: it has no config.json\n"
+    expected = "is no checkpoint: it has no config.json and is of no other known format"
+    assert done.stderr == f"error: --model '{tmp_path}' {expected}\n"
     done = run_serve(tmp_path / "cache", "--model", str(table_model_dir), "--set", "max_batchsize:4")
     assert done.returncode == 1
     assert "unknown setting 'max_batchsize'; did you mean max_batch_size, triton_max_batch_size?" in done.stderr
@@ -268,7 +272,7 @@ def test_a_hub_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: cannot download owner/name from the Hugging Face hub: ")
+    assert done.stderr.splitlines()[-1].startswith("error: model 'owner/name' is no path that exists, and ")
     assert "Traceback" not in done.stderr
 
 
