@@ -10,6 +10,7 @@ import gzip
 import io
 import mmap
 import os
+import re
 import tarfile
 import tempfile
 import zipfile
@@ -24,7 +25,9 @@ from backend_engine.errors import ModelLoadError, one_line, shown
 # A model's numbers hardly shrink by compression: what grows by more is no model.
 MAX_GROWTH = 20
 MAX_MEMBERS = 100_000
-_MAX_TAR_HEADER = 1 << 20
+_MAX_TAR_HEADER = 1 << 16
+_TAR_KIND = 156
+_LONG_NUMBER = re.compile(rb"\d{64}")
 _CHUNK = 1 << 22
 # Linux: a private mapping takes memory for what is touched only, however large the file.
 _MAP_NORESERVE = 0x4000
@@ -245,6 +248,19 @@ def _expanded(window: Window) -> Window:
 
 class _BoundedTarInfo(tarfile.TarInfo):
     """Headers are checked before anything of their size is read."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_BoundedTarInfo":
+        """``tarfile`` searches extended headers in time that grows with the square of their longest run of digits."""
+        file: Any = archive.fileobj
+        at = file.tell()
+        head = file.read(tarfile.BLOCKSIZE)
+        if head[_TAR_KIND : _TAR_KIND + 1] in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE):
+            size = cls.frombuf(head, archive.encoding or "utf-8", archive.errors or "strict").size
+            if _LONG_NUMBER.search(file.read(size)):
+                raise tarfile.ReadError("an extended header with a number of many digits")
+        file.seek(at)
+        return super().fromtarfile(archive)
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_BoundedTarInfo":

@@ -22,6 +22,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _MAX_JSON = 1 << 26
 _MAX_NAME_BYTES = 255
+_MAX_TENSOR_CHARS = 500
 # Older exports keep the quantization config in a file of its own; by the method that it is of.
 _CONFIGS_APART = {
     "modelopt": "hf_quant_config.json",
@@ -125,9 +126,7 @@ def _open_readers(folder: Path) -> "list[TensorReader]":
         if absent:
             more = f" (nor {len(absent) - 1} more)" if len(absent) > 1 else ""
             index = SAFETENSORS.of_index if reader.path.suffix == ".safetensors" else TORCH.of_index
-            raise ModelLoadError(
-                f"{reader.path} does not hold tensor {shown(absent[0])}{more}, which {index} lists for it"
-            )
+            raise ModelLoadError(f"{reader.path} does not hold tensor {absent[0]}{more}, which {index} lists for it")
     return readers
 
 
@@ -154,10 +153,14 @@ def _indexed_files(index_path: Path) -> dict[Path, frozenset[str] | None]:
         raise ModelLoadError(f"{index_path}: weight_map is missing or empty; expected an object of tensor: file")
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
+        if not tensor.isprintable() or len(tensor) > _MAX_TENSOR_CHARS:
+            raise ModelLoadError(
+                f"{index_path}: weight_map has the tensor {shown(tensor)}; expected printable characters"
+            )
         if not isinstance(file, str) or not _is_name(file) or Path(file).suffix not in TENSOR_READERS:
             endings = " or ".join(TENSOR_READERS.names())
             raise ModelLoadError(
-                f"{index_path}: weight_map gives {shown(tensor)} the file {shown(file)}; expected a file name that ends in "
+                f"{index_path}: weight_map gives {tensor} the file {shown(file)}; expected a file name that ends in "
                 f"{endings}"
             )
         files.setdefault(index_path.parent / file, set()).add(tensor)

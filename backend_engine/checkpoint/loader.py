@@ -61,13 +61,15 @@ def load_weights(
 
 
 def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rules: Sequence[Rule], where: str) -> Plan:
-    """Compare what the model needs with what the files' headers say; reads no weight. Returns how it would be filled."""
+    """Compare what the model needs with what the files' headers say; reads no weight. Returns how to fill it."""
     todo = plan(rules, targets, stored)
     all_copies = [copy for copies in todo.copies.values() for copy in copies]
     absent = [copy for copy in all_copies if copy.source.name not in stored]
     if absent:
         raise missing(list(dict.fromkeys(copy.source.name for copy in absent)), absent[0].parameter, where)
-    used = {name for names in find_kv_scales(stored.files).values() for name in names}
+    layers = {name.split(".")[1] for name in targets if name.startswith("layers.")}
+    scales = find_kv_scales(stored.files)
+    used = {name for layer, names in scales.items() if str(layer) in layers for name in names}
     for copy in all_copies:
         stored.check(copy)
         used.update(stored.tensors_of(copy))

@@ -15,7 +15,6 @@ from backend_engine.checkpoint.torch_file import DTYPE_NAMES, StoredTensor
 from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
 
-
 _MAX_CHUNKS = 2048
 
 

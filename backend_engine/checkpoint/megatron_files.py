@@ -75,10 +75,10 @@ def rank_grid(found: Sequence[RankFile], where: str) -> list[list[RankFile]]:
 def rank_tensors(file: TorchFile, root: Any) -> dict[str, ChunkedTensor]:
     """The tensors of a nested dict of ``file``, names joined by dots, without what an answer does not need."""
     found: dict[str, ChunkedTensor] = {}
-    for count, (name, value) in enumerate(_leaves(root, "", file.label, _MAX_DEPTH)):
+    for count, (name, value) in enumerate(_walk(root, "", file.label, _MAX_DEPTH)):
         if count > MAX_TENSORS:
-            raise ModelLoadError(f"{file.label} holds more than {MAX_TENSORS} tensors")
-        if core_name(name) is None:
+            raise ModelLoadError(f"{file.label} holds more than {MAX_TENSORS} tensors and dicts")
+        if isinstance(value, dict) or core_name(name) is None:
             continue
         if not isinstance(value, TensorRef):
             raise ModelLoadError(f"{file.label} holds a {type(value).__name__} under {name}; expected tensors")
@@ -86,16 +86,17 @@ def rank_tensors(file: TorchFile, root: Any) -> dict[str, ChunkedTensor]:
     return found
 
 
-def _leaves(value: Any, name: str, label: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, name: str, label: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Names and values of nested dicts, these themselves included: without a tensor they would be walked for ever."""
+    yield name, value
     if not isinstance(value, dict):
-        yield name, value
         return
     if not depth:
         raise ModelLoadError(f"{label} holds dicts more than {_MAX_DEPTH} deep under {name}; expected tensors")
     for key, inner in value.items():
         if not isinstance(key, str) or not key.isprintable():
             raise ModelLoadError(f"{label} holds the key {shown(key)} under {name or 'its root'}; expected names")
-        yield from _leaves(inner, f"{name}.{key}" if name else key, label, depth - 1)
+        yield from _walk(inner, f"{name}.{key}" if name else key, label, depth - 1)
 
 
 def distributed_tensors(files: FileTree, folder: str, model: MegatronModel) -> dict[str, ChunkedTensor]:

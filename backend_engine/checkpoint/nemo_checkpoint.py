@@ -35,7 +35,7 @@ _DISTRIBUTED_1 = "model_weights/"
 _DISTRIBUTED_2 = "weights/"
 _TOKENIZER_2 = "context/nemo_tokenizer/"
 _RANK = re.compile(r"(?:mp|tp)_rank_(\d+)(?:_pp_rank_(\d+))?/model_weights\.ckpt")
-_MAX_CONFIG = 1 << 18
+_MAX_CONFIG = 1 << 17
 _MAX_TOKENIZER = 1 << 28
 # Keys of tokenizer in model_config.yaml that name a file of the archive, and what such a file is usually called.
 _TOKENIZER_1 = {"model": "tokenizer.model", "vocab_file": "vocab.json", "merge_file": "merges.txt"}

@@ -47,6 +47,7 @@ _CLASSES_2 = re.compile(r"(GPT|Llama(2|3|31|32)?|CodeLlama|Qwen2|Qwen25|Qwen3|Mi
 _POSITIONS = {"rope": "rope", "learned_absolute": "learned"}
 
 
+_MAX_YAML_DEPTH = 50
 # Besides its own, the parser raises what comes of values that are not what their tags say.
 _YAML_ERRORS = (
     yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
@@ -54,7 +55,12 @@ _YAML_ERRORS = (
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Without merged mappings (``<<``): those of some lines can be merged into one of billions of entries."""
+    """Without merged mappings (``<<``), which a few lines make billions of entries of, and not nested without end."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= _MAX_YAML_DEPTH:
+            raise yaml.scanner.ScannerError(None, None, f"more than {_MAX_YAML_DEPTH} brackets", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
@@ -65,7 +71,7 @@ def read_yaml(data: bytes, where: str) -> dict[str, Any]:
     """The mapping that a YAML file holds, plain values only. Raises ``ModelLoadError``."""
     try:
         # Its size is bounded by the caller: the parser is slow.
-        values = yaml.load(data, _PlainLoader)  # noqa: S506 (it makes plain values only)
+        values = yaml.load(data, _PlainLoader)
     except _YAML_ERRORS as error:
         raise ModelLoadError(f"{where} is not valid YAML ({one_line(error)})") from None
     if not isinstance(values, dict):

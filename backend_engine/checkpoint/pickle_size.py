@@ -1,7 +1,7 @@
 """``HashableSizes``: whether the tuples of a pickle are of a size that they can be hashed, before any is made.
 
-Used by ``torch_pickle.py``. A pickle refers to what it has made already, hence a few hundred bytes can name a tuple that
-holds itself 2 ** 100 times over, which takes for ever to be hashed; one that is nested a million deep breaks the
+Used by ``torch_pickle.py``. A pickle refers to what it has made already, hence a few hundred bytes can name a tuple
+that holds itself 2 ** 100 times over, which takes for ever to be hashed; one that is nested a million deep breaks the
 interpreter's stack. Walks the codes, makes nothing. Lists and dicts are not hashed and count as one value.
 """
 

@@ -37,7 +37,7 @@ class SafetensorsReader(TensorReader):
     def _guard(self, read: Callable[[], T]) -> T:
         try:
             return read()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             reason = " ".join(str(error).split())
             raise ModelLoadError(f"{self.path} is not a whole safetensors file ({reason})") from None
 

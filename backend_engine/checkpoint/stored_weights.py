@@ -16,7 +16,6 @@ from backend_engine.errors import ModelLoadError, shown
 from backend_engine.models.weight_rules import Copy
 from backend_engine.quantization.weight_format import FLOAT_DTYPES, Leaf, Quantization, StoredTensors, WeightFormat
 
-
 _MAX_NAME_CHARS = 500
 
 

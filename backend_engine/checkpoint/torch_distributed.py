@@ -121,7 +121,8 @@ def _tensor(
     open_file: Callable[[str], Window],
     where: str,
 ) -> ChunkedTensor:
-    shape, chunks = values.get("size"), []
+    shape: Any = values.get("size")
+    chunks = []
     if not _is_sizes(shape) or not isinstance(values["chunks"], list):
         raise ModelLoadError(f"{where}: {name} has no size or no chunks")
     for about in values["chunks"]:

@@ -115,9 +115,8 @@ class TorchFile:
         if ref.problem is not None:
             raise ModelLoadError(f"{where} is {ref.problem}; expected a dense tensor")
         if not isinstance(ref.dtype, torch.dtype) or ref.dtype not in DTYPE_NAMES:
-            raise ModelLoadError(
-                f"{where} has dtype {shown(ref.dtype)}; expected one of {', '.join(DTYPE_NAMES.values())}"
-            )
+            dtype = ref.dtype if isinstance(ref.dtype, torch.dtype) else shown(ref.dtype)
+            raise ModelLoadError(f"{where} has dtype {dtype}; expected one of {', '.join(DTYPE_NAMES.values())}")
         if not isinstance(ref.storage, StorageRef) or not _is_plain(ref):
             found = f"shape {shown(ref.shape)}, stride {shown(ref.stride)} and offset {shown(ref.offset)}"
             raise ModelLoadError(f"{where} has {found}; expected integers of at least 0")
@@ -164,10 +163,12 @@ def _open_legacy(window: Window, stand_ins: Collection[str]) -> tuple[Any, dict[
     storages: dict[str, Window] = {}
     position = file.tell()
     for key in keys if isinstance(keys, list) else []:
-        ref = found.get(str(key))
+        ref = found.get(str(key)) if isinstance(key, str) or is_size(key) else None
         size = int.from_bytes(bytes(window.view()[position : position + 8]), "little")
         if ref is None or ref.dtype is None or size != ref.numel or str(key) in storages:
-            raise ModelLoadError(f"{window.label}: storage {key} has {size} elements; expected those of its tensors")
+            raise ModelLoadError(
+                f"{window.label}: storage {shown(key)} has {size} elements; expected those of its tensors"
+            )
         num_bytes = size * ref.dtype.itemsize
         if position + 8 + num_bytes > window.size:
             raise ModelLoadError(f"{window.label}: storage {key} is beyond the end of the file ({window.size} bytes)")

@@ -277,7 +277,8 @@ class _Unpickler(pickle.Unpickler):
         if not is_known or not isinstance(pid[1], StorageRef):
             raise pickle.UnpicklingError("an unknown kind of reference")
         key, numel = pid[2], pid[4]
-        is_sound = isinstance(key, str | int) and isinstance(numel, int) and 0 <= numel <= MAX_SIZE
+        is_name = key.isprintable() if isinstance(key, str) else type(key) is int and 0 <= key <= MAX_SIZE
+        is_sound = is_name and isinstance(numel, int) and 0 <= numel <= MAX_SIZE
         if not is_sound or (len(pid) == 6 and pid[5] is not None):
             raise pickle.UnpicklingError(f"storage {shown(key)} of {shown(numel)} elements, or a view of another")
         ref = StorageRef(pid[1].dtype, str(key), numel)

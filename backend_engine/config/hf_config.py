@@ -10,6 +10,7 @@ from typing import Any
 from backend_engine.errors import ModelLoadError, shown
 
 MAX_INTEGER = 2**31 - 1
+_MAX_KEY_CHARS = 200
 MAX_LAYERS = 10_000
 """What is made for each layer is made before it is known whether the files hold so many."""
 
@@ -28,7 +29,8 @@ class HfConfig:
         """The error for a value that is not allowed (or missing); the caller raises it."""
         value = self._values.get(key)
         found = "is missing" if value is None else f"is {shown(value)}"
-        return ModelLoadError(f"{self._where}: {key} {found}; expected {allowed}")
+        named = key if key.isprintable() and len(key) <= _MAX_KEY_CHARS else shown(key)
+        return ModelLoadError(f"{self._where}: {named} {found}; expected {allowed}")
 
     def get(self, key: str) -> Any:
         """The value as it is; ``None`` when absent."""
@@ -112,7 +114,8 @@ class HfConfig:
             return None
         if not isinstance(value, dict):
             raise self.refuse(key, "an object")
-        return HfConfig({**(defaults or {}), **value}, f"{self._where}: {key}")
+        named = key if key.isprintable() and len(key) <= _MAX_KEY_CHARS else shown(key)
+        return HfConfig({**(defaults or {}), **value}, f"{self._where}: {named}")
 
     def require_neutral(self, neutral: Mapping[str, Collection[Any]]) -> None:
         """Refuse keys that would change the maths in a way the family does not do: absent or one of the values."""

@@ -21,7 +21,7 @@ _BITS_OF_OTHERS = 16
 
 
 def check_claims(spec: ArchSpec, stored: StoredWeights) -> None:
-    """Raises ``ModelLoadError`` where the model has more weights than the files have bits, or more layers than tensors."""
+    """Raises ``ModelLoadError`` for a model of more weights than the files have bits, or more layers than tensors."""
     if spec.num_layers > len(stored):
         raise ModelLoadError(
             f"{stored.origin}: num_hidden_layers is {spec.num_layers}, but the checkpoint holds {len(stored)} tensors; "

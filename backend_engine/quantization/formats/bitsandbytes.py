@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend_engine.config.hf_config import HfConfig
+from backend_engine.errors import shown
 from backend_engine.quantization.formats.packed_ints import row_chunks
 from backend_engine.quantization.formats.stored_shape import stored_scalar
 from backend_engine.quantization.schemes.flat_blocks import FlatBlocks
@@ -38,6 +39,8 @@ FP4 = tuple(sign * magnitude / 12.0 for sign in (1.0, -1.0) for magnitude in _FP
 CODEBOOKS = {"nf4": NF4, "fp4": FP4}
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 32, 16)
 _NESTED_BLOCK = 256
+_MAX_STATE = 1 << 16
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 _STORAGE_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _COMPUTE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ROW_FORMAT = 0
@@ -105,13 +108,13 @@ class Bnb4Bit(WeightFormat):
             del expected["blocksize"]
         for key, value in expected.items():
             if state.get(key) != value:
-                raise ValueError(f"quantization state has {key} {state.get(key)!r}; its tensors fit {value!r}")
+                raise ValueError(f"quantization state has {key} {shown(state.get(key))}; its tensors fit {value!r}")
         codebook = torch.tensor(CODEBOOKS[self.kind], device=leaves[".weight.quant_map"].device)
         if not torch.allclose(leaves[".weight.quant_map"], codebook, rtol=0.0, atol=1e-6):
             raise ValueError(f"quant_map is not that of {self.kind}")
         offset = state.get("nested_offset") if self.is_nested else 0.0
-        if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
-            raise ValueError(f"quantization state has nested_offset {offset!r}; expected a number")
+        if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= _MAX_FLOAT32:
+            raise ValueError(f"quantization state has nested_offset {shown(offset)}; expected a number")
         return float(offset)
 
     def _scales(self, leaves: Mapping[str, Tensor], offset: float) -> Tensor:
@@ -173,9 +176,11 @@ class BnbInt8(WeightFormat):
 
 
 def _parse(tensor: Tensor) -> dict[str, Any]:
+    if tensor.numel() > _MAX_STATE:
+        raise ValueError(f"quantization state has {tensor.numel()} bytes; expected at most {_MAX_STATE}")
     try:
         state = json.loads(bytes(tensor.tolist()))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("quantization state is not JSON") from None
     if not isinstance(state, dict):
         raise ValueError("quantization state is not a JSON object")

@@ -5,7 +5,6 @@ bits are kept in four, those of 8 in eight. Multiplies nothing.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backend_engine.config.hf_config import HfConfig
+from backend_engine.quantization.formats.name_expression import NameExpression
 from backend_engine.quantization.formats.packed_ints import (
     WORD_BITS,
     repack_int32,
@@ -28,6 +28,7 @@ from backend_engine.quantization.weight_format import Leaf, Quantization, Stored
 from backend_engine.quantization.weight_scheme import WeightScheme
 
 BITS = (2, 3, 4, 8)
+_MAX_RULES = 1000
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Dtypes of scales that stay as they are, by the name that safetensors has for them."""
 _ENDINGS = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -131,7 +132,7 @@ class _Settings(NamedTuple):
 class _Rule(NamedTuple):
     """An entry of ``dynamic``; ``settings`` ``None``: the modules are left alone."""
 
-    pattern: re.Pattern[str]
+    pattern: NameExpression
     settings: _Settings | None
 
 
@@ -196,6 +197,8 @@ def _read_rules(config: HfConfig, settings: _Settings) -> tuple[_Rule, ...]:
     section = config.section("dynamic")
     if section is None:
         return ()
+    if len(config.get("dynamic")) > _MAX_RULES:
+        raise config.refuse("dynamic", f"at most {_MAX_RULES} rules")
     return tuple(_read_rule(section, key, settings) for key in config.get("dynamic"))
 
 
@@ -205,9 +208,9 @@ def _read_rule(section: HfConfig, key: str, settings: _Settings) -> _Rule:
     """
     changes = section.section(key)
     try:
-        pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
-    except re.error:
-        raise section.refuse(key, "a regular expression as its name, perhaps behind '-:' or '+:'") from None
+        pattern = NameExpression(key.removeprefix("-:").removeprefix("+:"))
+    except ValueError as error:
+        raise section.refuse(key, f"a regular expression as its name, perhaps behind '-:' or '+:' ({error})") from None
     if key.startswith("-:"):
         return _Rule(pattern, None)
     if changes is None:

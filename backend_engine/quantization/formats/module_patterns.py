@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from backend_engine.config.hf_config import HfConfig
+from backend_engine.quantization.formats.name_expression import NameExpression
 
 _REGULAR_EXPRESSION = "re:"
+_MAX_EXPRESSIONS = 1000
 _WILDCARDS = {"*": ".*", "?": "."}
 
 
@@ -32,9 +33,17 @@ class ModulePatterns:
         patterns = config.get(key)
         if patterns is None:
             return cls()
-        if not isinstance(patterns, list) or not all(_is_pattern(pattern) for pattern in patterns):
-            raise config.refuse(key, "a list of names of modules, or of regular expressions behind 're:'")
-        return cls(tuple(patterns))
+        allowed = "a list of names of modules, or of regular expressions behind 're:'"
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise config.refuse(key, allowed)
+        found = cls(tuple(patterns))
+        try:
+            num_expressions = len(found._expressions)
+        except ValueError as error:
+            raise config.refuse(key, f"{allowed} ({error})") from None
+        if num_expressions > _MAX_EXPRESSIONS:
+            raise config.refuse(key, f"at most {_MAX_EXPRESSIONS} patterns that are no names as they are")
+        return found
 
     def __contains__(self, module: str) -> bool:
         """Whether a pattern is for ``module``, a name with dots (``model.layers.0.mlp.down_proj``)."""
@@ -50,20 +59,10 @@ class ModulePatterns:
         return frozenset(pattern for pattern in self.patterns if _is_name(pattern))
 
     @cached_property
-    def _expressions(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    def _expressions(self) -> tuple[tuple[str, NameExpression], ...]:
         """All others, and what has to be in a name for them: most names are told apart by that."""
         others = [pattern for pattern in self.patterns if not _is_name(pattern)]
-        return tuple((_literal(pattern), re.compile(_expression(pattern))) for pattern in others)
-
-
-def _is_pattern(pattern: Any) -> bool:
-    if not isinstance(pattern, str):
-        return False
-    try:
-        re.compile(pattern.removeprefix(_REGULAR_EXPRESSION) if pattern.startswith(_REGULAR_EXPRESSION) else "")
-    except re.error:
-        return False
-    return True
+        return tuple((_literal(pattern), NameExpression(_expression(pattern))) for pattern in dict.fromkeys(others))
 
 
 def _is_name(pattern: str) -> bool:
