@@ -1,13 +1,13 @@
 """How big the KV cache may be: pure arithmetic, and the question how much memory this process may use.
 
-Called by ``executor/build.py``. Allocates nothing.
+Called by ``executor/build.py`` and ``cache_plan.py``. Allocates nothing.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from backend_engine.config.engine_config import KvCacheConfig
+from backend_engine.config.engine_config import EngineConfig, KvCacheConfig
 from backend_engine.config.kv_formats import KvFormat
 from backend_engine.core.kv_spec import CacheSpec
 from backend_engine.errors import ConfigError
@@ -59,6 +59,24 @@ def num_cpu_blocks(
     assert config.tokens_per_block is not None, "resolve() decides tokens_per_block"
     num_needed = num_blocks_needed(max_batch_size, max_seq_len, config.tokens_per_block)
     return num_blocks(config, block_bytes, memory_bytes // CPU_MEMORY_SHARE, num_needed)
+
+
+def pool_blocks(config: EngineConfig, block_bytes: int, memory_bytes: int) -> int:
+    """Blocks in the engine's pool. ``memory_bytes``: on a CPU the process's, on a GPU what is free after the weights,
+    of which ``free_gpu_memory_fraction`` is taken.
+    """
+    max_batch_size, max_seq_len = config.scheduler.max_batch_size, config.max_seq_len
+    if config.device == "cpu":
+        return num_cpu_blocks(config.kv_cache, block_bytes, max_batch_size, max_seq_len, memory_bytes)
+    needed = num_blocks_needed(max_batch_size, max_seq_len, config.tokens_per_block)
+    return num_blocks(config.kv_cache, block_bytes, pool_budget(config, memory_bytes), needed)
+
+
+def pool_budget(config: EngineConfig, memory_bytes: int) -> int:
+    """Most bytes that the pool may take of ``memory_bytes``, see ``pool_blocks``."""
+    if config.device == "cpu":
+        return memory_bytes // CPU_MEMORY_SHARE
+    return int(memory_bytes * config.kv_cache.free_gpu_memory_fraction)
 
 
 def process_memory_bytes(root: Path = Path("/")) -> int:
