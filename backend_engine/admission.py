@@ -4,6 +4,7 @@ Runs in the submitting thread; pure. Everything that can be refused is refused h
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,9 +12,11 @@ import numpy as np
 
 from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.config.sampling_params import MAX_SEED, SamplingParams
-from backend_engine.core.protocols import OutputSink
+from backend_engine.core.protocols import NamedProcessor, OutputSink
 from backend_engine.core.request import DEFAULT_PRIORITY, StopConditions
 from backend_engine.errors import InvalidRequestError, ModelLoadError
+from backend_engine.plugins.catalog import LOGITS_PROCESSORS
+from backend_engine.plugins.foreign_code import call_foreign
 from backend_engine.text.tokenizer import Tokenizer
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -138,6 +141,21 @@ def resolve_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampli
         return params
     ids = [variant for word in params.bad for variant in tokenizer.token_variants(word)]
     return dataclasses.replace(params, bad=None, bad_token_ids=[*(params.bad_token_ids or ()), *ids])
+
+
+def logits_processors(params: SamplingParams, vocab_size: int) -> tuple[NamedProcessor, ...]:
+    """The request's own processors of plugins, made for one sequence. An unknown name and arguments that the plugin
+    refuses are an ``InvalidRequestError``.
+    """
+    found = []
+    for name, arguments in params.logits_processors.items():
+        if name not in LOGITS_PROCESSORS:
+            known = ", ".join(LOGITS_PROCESSORS.names()) or "none, as no plugin brings one"
+            raise InvalidRequestError(f"logits_processors: {name!r} is not known; known: {known}")
+        label = f"logits processor {name!r} of {LOGITS_PROCESSORS.owner_of(name)}"
+        make = functools.partial(LOGITS_PROCESSORS.get(name), arguments, vocab_size)
+        found.append(NamedProcessor(label, call_foreign(label, "it refuses the request", make, InvalidRequestError)))
+    return tuple(found)
 
 
 def stop_conditions(params: SamplingParams, num_prompt_tokens: int, limits: AdmissionLimits) -> StopConditions:

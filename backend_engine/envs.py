@@ -81,12 +81,26 @@ ENGINE_OPS = EnvVar(
     "native or torch",
     "What multiplies with packed weights on a CPU: C, compiled on this machine where it can be, or torch alone.",
 )
+ENGINE_PLUGINS = EnvVar(
+    "ENGINE_PLUGINS",
+    "",
+    str,
+    "modules and paths, separated by commas",
+    "Plugins that are loaded when the parameter plugins is unset; see docs/plugins.md.",
+)
 INFLIGHT_CACHE = EnvVar(
     "INFLIGHT_CACHE",
     "~/.cache/inflight",
     str,
     "a folder",
     "Where compiled libraries, and the models that the scripts fetch, are kept.",
+)
+PYTHONPATH = EnvVar(
+    "PYTHONPATH",
+    "",
+    str,
+    "folders, separated by colons",
+    "Where Python looks for packages. The embedded Triton Server's leaves it out; the engine model adds it again.",
 )
 
 TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
@@ -96,5 +110,7 @@ TABLE: tuple[EnvVar[bool] | EnvVar[str], ...] = (
     ENGINE_DRAIN_FILE,
     ENGINE_HEALTH_FILE,
     ENGINE_OPS,
+    ENGINE_PLUGINS,
     INFLIGHT_CACHE,
+    PYTHONPATH,
 )

@@ -25,6 +25,7 @@ from backend_engine.errors import InvalidRequestError, ShutdownError
 from backend_engine.executor.build import create_engine
 from backend_engine.executor.iteration_stats import EngineStats, IterationStats
 from backend_engine.hub import local_path
+from backend_engine.plugins.discovery import load_plugins
 from backend_engine.results import GenerationHandle, GenerationResult
 from backend_engine.text.chat_template import ChatTemplate
 from backend_engine.text.detokenizer import create_detokenizer
@@ -49,6 +50,7 @@ class LLM:
         args = EngineArgs.of(local_path(str(model)), tokenizer and local_path(str(tokenizer)), engine_args)
         self._executor = None
         self.tokenizer = None
+        load_plugins(args.plugins)
         if not args.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(args.tokenizer or args.model, args.trust_remote_code)
             if args.tokenizer is not None:
@@ -167,6 +169,7 @@ class LLM:
                 None if queue_timeout_s is None else now + queue_timeout_s,
             ),
             stop_matcher=self._stop_matcher(ids, params),
+            logits_processors=admission.logits_processors(params, self.limits.vocab_size),
         )
 
     def cancel(self, request_id: int) -> None:

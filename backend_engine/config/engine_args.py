@@ -23,6 +23,9 @@ class EngineArgs:
     have the architecture). trust_remote_code: whether code in the folder may run.
     generation_config: whether requests that leave temperature, top_k, top_p, min_p, repetition_penalty or max_tokens
     unset take those of the model's generation_config.json (``model``) or not (``ignore``).
+    operators: what the layers compute with, ``auto`` (torch) or the name of a plugin's. plugins: modules, .py files and
+    package folders with plugins, besides those of installed packages, which ``none`` leaves out; empty = those of the
+    environment variable ENGINE_PLUGINS.
     skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.
     step_timeout_s: a step that takes longer counts as stuck, ``None`` = chosen. iter_stats_max_iterations: steps kept
     for ``get_stats``. debug_*: test hooks (``executor/fault_injection.py``).
@@ -38,6 +41,8 @@ class EngineArgs:
     kv_cache_config: KvCacheConfig | None = None
     scheduler_config: SchedulerConfig | None = None
     attention_backend: str = "auto"
+    operators: str = "auto"
+    plugins: tuple[str, ...] = ()
     model_backend: str = "auto"
     generation_config: str = "ignore"
     num_threads: int = 0

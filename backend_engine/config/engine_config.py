@@ -51,6 +51,7 @@ class EngineConfig:
     """Everything ``create_py_executor`` needs, with every "auto" already decided.
 
     model_dir: Hugging Face folder. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
+    operators: a name of the registry ``OPERATORS``.
     model_backend: ``native`` or ``transformers``. trust_remote_code: whether code in the model's folder may run.
     max_seq_len: most tokens of a request, prompt and output together. num_threads: torch's CPU threads, 0 = torch's
     own choice. step_timeout_s: seconds after which a step that has not returned counts as stuck, ``None`` = chosen from
@@ -65,6 +66,7 @@ class EngineConfig:
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention_backend: str = "torch"
+    operators: str = "torch"
     model_backend: str = "native"
     trust_remote_code: bool = False
     num_threads: int = 0

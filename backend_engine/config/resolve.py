@@ -14,7 +14,7 @@ from backend_engine.config.kv_formats import KV_FORMATS
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.config.sampling_defaults import GENERATION_CONFIGS
 from backend_engine.errors import ConfigError
-from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, WAITING_QUEUES
+from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, OPERATORS, WAITING_QUEUES
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
@@ -50,6 +50,8 @@ def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Res
     max_seq_len = _max_seq_len(args.max_seq_len, model, reasons)
     scheduler = _scheduler(args, device, max_seq_len, reasons)
     kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), model, dtype, max_seq_len, reasons)
+    operators = "torch" if args.operators == "auto" else args.operators
+    _check_name("operators", operators, OPERATORS.names())
     _check_name("generation_config", args.generation_config, GENERATION_CONFIGS)
     num_threads = args.num_threads
     if num_threads < 0:
@@ -74,6 +76,7 @@ def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Res
         kv_cache=kv_cache,
         scheduler=scheduler,
         attention_backend=args.attention_backend,
+        operators=operators,
         model_backend=model.model_backend,
         trust_remote_code=args.trust_remote_code,
         num_threads=num_threads,

@@ -5,7 +5,7 @@ value and what is allowed. Frozen; shared freely between threads.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class SamplingParams:
     include_stop_str_in_output: text ends right after the stop word instead of right before it.
     bad: words that must not appear (each also in its spelling with a leading blank). bad_token_ids: id sequences.
     embedding_bias: float32 ``[vocab_size]`` added to the logits.
+    logits_processors: of plugins: the arguments of each by its name, applied in this order, before all the above.
     n: number of independent sequences. logprobs: ``None`` = none, 0 = of the chosen token, k = of the k best too.
     return_context_logits: give back the logits ``[prompt, vocab_size]`` of the prompt's tokens; a cached beginning is
     then computed again. return_generation_logits: those ``[new, vocab_size]`` that each new token was chosen from.
@@ -72,6 +73,7 @@ class SamplingParams:
     bad_token_ids: Sequence[Sequence[int]] | None = None
     ignore_eos: bool = False
     embedding_bias: np.ndarray | None = field(default=None, repr=False)
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     n: int = 1
     logprobs: int | None = None
     return_context_logits: bool = False
@@ -116,6 +118,15 @@ class SamplingParams:
         bias = self.embedding_bias
         if bias is not None and (bias.ndim != 1 or not np.isfinite(bias).all()):
             raise InvalidRequestError("embedding_bias must be a vector [vocab_size] of finite numbers")
+
+        processors = self.logits_processors
+        if not isinstance(processors, Mapping):
+            raise InvalidRequestError(f"logits_processors must be an object of names, got {processors!r}")
+        for name, arguments in processors.items():
+            if not isinstance(name, str) or not isinstance(arguments, Mapping):
+                raise InvalidRequestError(
+                    f"logits_processors must have an object of arguments for each name, got {name!r}: {arguments!r}"
+                )
 
     @property
     def is_greedy(self) -> bool:

@@ -35,13 +35,15 @@ class DecoderOutput:
 
     ``logprobs`` is ``None`` when no row asked for any, else one entry (or ``None``) a row. Logits, float32, by request
     id for those that asked: ``generation_logits`` ``[1, vocab_size]`` that the new token was chosen from,
-    ``context_logits`` ``[n, vocab_size]`` of the prompt tokens that this step computed.
+    ``context_logits`` ``[n, vocab_size]`` of the prompt tokens that this step computed. ``failures``: by request id,
+    why a request has to end now, its token being of no use.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     generation_logits: Mapping[int, LogitsArray] = field(default_factory=dict)
     context_logits: Mapping[int, LogitsArray] = field(default_factory=dict)
+    failures: Mapping[int, EngineError] = field(default_factory=dict)
 
 
 class Usage(NamedTuple):

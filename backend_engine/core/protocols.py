@@ -1,7 +1,7 @@
 """The few interfaces that cross rooms. No implementation lives here."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from backend_engine.core.outputs import RequestOutput
 from backend_engine.core.request import LlmRequest
@@ -75,3 +75,18 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """Text still held back, at the end."""
         ...
+
+
+class RowProcessor(Protocol):
+    """Changes the logits of one sequence before each of its tokens is chosen. Of a plugin; made for it alone."""
+
+    def apply(self, logits: Any, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
+        """Change the row ``logits [vocab_size]``, float32, in place."""
+        ...
+
+
+class NamedProcessor(NamedTuple):
+    """A processor and what messages call it: its name and its plugin."""
+
+    label: str
+    processor: RowProcessor

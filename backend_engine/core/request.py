@@ -14,7 +14,7 @@ from backend_engine.config.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from backend_engine.core.outputs import RequestOutput
-    from backend_engine.core.protocols import StopMatcher
+    from backend_engine.core.protocols import NamedProcessor, StopMatcher
     from backend_engine.errors import EngineError
 
 
@@ -69,12 +69,13 @@ class LlmRequest:
     Fixed: ``request_id`` (unique, increasing), ``client_id`` (the client's free string), ``prompt_token_ids``,
     ``sampling_params``, ``stop``, ``limits``, ``arrival_time`` (monotonic seconds), ``seed`` (of this
     sequence), ``cache_salt``, ``priority`` (1 = most urgent .. ``MAX_PRIORITY``), ``sequence_index`` (which of the
-    answers to its prompt, from 0), ``sink`` (called by the executor thread, must not block), ``stop_matcher``.
+    answers to its prompt, from 0), ``sink`` (called by the executor thread, must not block), ``stop_matcher``,
+    ``logits_processors`` (of plugins, in their order).
     """
 
     __slots__ = (
-        "arrival_time", "cache_salt", "client_id", "error", "finish_reason", "first_scheduled_time",
-        "first_token_time", "last_token_time", "limits", "num_cached_tokens", "num_computed_tokens",
+        "arrival_time", "cache_salt", "client_id", "error", "finish_reason", "first_scheduled_time", "first_token_time",
+        "last_token_time", "limits", "logits_processors", "num_cached_tokens", "num_computed_tokens",
         "num_context_logits", "num_context_tokens", "num_promised_tokens", "num_tokens", "output_token_ids", "priority",
         "prompt_token_ids", "request_id", "sampling_params", "seed", "sequence_index", "sink", "stop", "stop_matcher",
         "stop_reason",
@@ -96,6 +97,7 @@ class LlmRequest:
         sequence_index: int = 0,
         limits: RequestLimits = RequestLimits(),
         stop_matcher: "StopMatcher | None" = None,
+        logits_processors: "tuple[NamedProcessor, ...]" = (),
     ) -> None:
         self.request_id = request_id
         self.client_id = client_id
@@ -110,6 +112,7 @@ class LlmRequest:
         self.sequence_index = sequence_index
         self.limits = limits
         self.stop_matcher = stop_matcher
+        self.logits_processors = logits_processors
 
         self.output_token_ids: list[int] = []
         self.num_tokens = len(prompt_token_ids)

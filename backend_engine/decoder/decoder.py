@@ -28,6 +28,7 @@ class DecodeHandle:
         self._logprobs = None if logprobs is None else logprobs.to_host()
         self._logits = logits.to_host()
         self._batch = batch
+        self._failures = batch.failures
         self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(token_ids.device))
@@ -45,7 +46,7 @@ class DecodeHandle:
             logprobs = [None] * len(token_ids)
             for row, entry in zip(rows, asked, strict=True):
                 logprobs[row] = entry
-        return DecoderOutput(token_ids, logprobs, generation_logits, context_logits)
+        return DecoderOutput(token_ids, logprobs, generation_logits, context_logits, self._failures)
 
 
 class Decoder:

@@ -1,7 +1,8 @@
 """What changes logits before a token is chosen: embedding bias, bad words, min tokens; then ``penalties``.
 
-Built by ``SamplingBatch`` for one batch composition, applied in this order, each only when a request uses it. Masked
-means -inf. Ids outside the vocabulary mask nothing. Nothing here reads the logits back to the host.
+Built by ``SamplingBatch`` for one batch composition, applied in this order, each only when a request uses it; those
+of plugins (``custom_processors``) come first. Masked means -inf. Ids outside the vocabulary mask nothing. Nothing here
+reads the logits back to the host.
 """
 
 from collections.abc import Iterable, Sequence

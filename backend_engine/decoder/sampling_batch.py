@@ -5,7 +5,7 @@
 numbers, the penalties and the bad words.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend_engine.core.request import LlmRequest
+from backend_engine.decoder.custom_processors import CustomProcessors
 from backend_engine.decoder.logits_processors import BadWords, Constraints, EmbeddingBias, LogitsProcessor, MinTokens
 from backend_engine.decoder.penalties import Penalties, TokenCounts, has_penalties
 from backend_engine.decoder.ranking import greedy
@@ -22,6 +23,7 @@ from backend_engine.decoder.sampling import NARROW_WIDTH, SamplingGroup, sample
 from backend_engine.decoder.top_p_decay import TopPDecay, has_decay
 from backend_engine.decoder.uniform import stream_keys, uniforms
 from backend_engine.decoder.upload import upload
+from backend_engine.errors import EngineError
 
 
 class RequestSampling:
@@ -52,6 +54,7 @@ class RequestSampling:
         """Whether the next token is just the likeliest of the raw logits."""
         constraints = self.constraints
         is_changed = constraints.has_bias() or constraints.has_bad_words() or self.token_counts is not None
+        is_changed = is_changed or bool(self.request.logits_processors)
         return self.is_greedy and not is_changed and not self.is_below_minimum()
 
 
@@ -78,7 +81,9 @@ class SamplingBatch:
         self._has_work = bool(rows)
         self._rows = self._row_index(rows, len(samplings))
         self._below_minimum = [s for s in worked if s.is_below_minimum()]
-        self._processors = _processors(worked, vocab_size, device)
+        custom = [(row, s.request) for row, s in enumerate(worked) if s.request.logits_processors]
+        self._custom = CustomProcessors(custom) if custom else None
+        self._processors = [*([self._custom] if self._custom else []), *_processors(worked, vocab_size, device)]
         self._has_masks = any(processor.masks for processor in self._processors)
         self._greedy_rows = self._row_index([i for i, s in enumerate(worked) if s.is_greedy], len(worked))
         self._has_greedy = any(s.is_greedy for s in worked)
@@ -91,6 +96,11 @@ class SamplingBatch:
     def is_current(self, requests: Sequence[LlmRequest]) -> bool:
         """Whether this batch decodes exactly these requests, and none has reached its minimum length since."""
         return self._requests == requests and all(s.is_below_minimum() for s in self._below_minimum)
+
+    @property
+    def failures(self) -> Mapping[int, EngineError]:
+        """Of plugins' processors in the last ``choose``, by request id."""
+        return {} if self._custom is None else self._custom.failures
 
     def has_request(self, request: LlmRequest) -> bool:
         return request in self._requests
@@ -184,7 +194,7 @@ def _store(target: Tensor, rows: Tensor | None, values: Tensor) -> None:
 
 
 def _processors(worked: Sequence[RequestSampling], vocab_size: int, device: torch.device) -> list[LogitsProcessor]:
-    """The processors that somebody uses, in their order: bias, bad words, min tokens, penalties."""
+    """The built-in processors that somebody uses, in their order: bias, bad words, min tokens, penalties."""
     rows = [(row, s, s.constraints) for row, s in enumerate(worked)]
     biased = [(row, c) for row, _, c in rows if c.has_bias()]
     bad = [(row, s.request, c) for row, s, c in rows if c.has_bad_words()]

@@ -21,21 +21,23 @@ from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.decoder.decoder import Decoder
 from backend_engine.executor.fault_injection import create_faults
 from backend_engine.executor.iteration_stats import RuntimeMemory
+from backend_engine.executor.memory_report import MemoryUse, report_memory
 from backend_engine.executor.py_executor import PyExecutor
 from backend_engine.executor.rooms import Rooms
 from backend_engine.executor.stats_recorder import StatsRecorder
 from backend_engine.executor.step_dump import NoDump, StepDump
 from backend_engine.executor.watchdog import automatic_step_timeout_s
 from backend_engine.kv_cache import sizing
+from backend_engine.kv_cache.cache_plan import Stage, plan_cache
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
 from backend_engine.kv_cache.populate import populate_in_background
 from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
-from backend_engine.model_engine.model_backend import LoadedModel
+from backend_engine.model_engine.model_backend import Implementations, LoadedModel
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
-from backend_engine.model_engine.model_loader import describe_model, load_model
+from backend_engine.model_engine.model_loader import describe_model, load_model, plan_memory
 from backend_engine.model_engine.weight_memory import weight_bytes
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 
@@ -61,11 +63,12 @@ def create_engine(args: EngineArgs) -> Engine:
         _logger.info("chosen: %s", reason)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    planned = _planned_memory(config)
     loaded = load_model(
         config.model_dir,
         config.dtype,
         config.device,
-        config.attention_backend,
+        Implementations(config.attention_backend, config.operators),
         _ProgressLog(args.model),
         config.kv_cache.max_attention_window,
         config.model_backend,
@@ -74,7 +77,7 @@ def create_engine(args: EngineArgs) -> Engine:
     for warning in loaded.warnings:
         _logger.warning("%s", warning)
     num_blocks = _num_blocks(config, loaded)
-    executor = _create_executor(config, loaded, num_blocks)
+    executor = _create_executor(config, loaded, num_blocks, planned)
     scheduler = config.scheduler
     limits = AdmissionLimits(
         vocab_size=loaded.traits.vocab_size,
@@ -103,7 +106,23 @@ def device_info() -> DeviceInfo:
     return DeviceInfo(torch.cuda.is_available(), len(os.sched_getaffinity(0)))
 
 
-def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> PyExecutor:
+def _planned_memory(config: EngineConfig) -> MemoryUse:
+    """What weights and cache will take, by the files' headers and the memory that is free before they are read."""
+    plan = plan_memory(config.model_dir, config.dtype, config.device, config.model_backend, config.trust_remote_code)
+    if plan is None:
+        return MemoryUse()
+    if plan.cache_specs is None:
+        return MemoryUse(plan.num_bytes)
+    stage = Stage(plan.cache_specs, plan.num_bytes)
+    return MemoryUse(plan.num_bytes, plan_cache(config, [stage], _free_memory_bytes(config.device)).num_bytes)
+
+
+def _free_memory_bytes(device: str) -> int:
+    """Of the process on a CPU, of the device on a GPU."""
+    return sizing.process_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int, planned: MemoryUse) -> PyExecutor:
     scheduler, kv_cache = config.scheduler, config.kv_cache
     max_blocks_per_request = -(-config.max_seq_len // config.tokens_per_block)
     options = loaded.options
@@ -111,6 +130,8 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
     pool = KVPool(loaded.traits.cache_specs, num_blocks, config.tokens_per_block, kv_dtype, options.device)
     if config.device == "cpu":
         populate_in_background(pool, pool.memory_regions())
+    num_weight_bytes, num_cache_bytes = weight_bytes(loaded.model), pool.num_bytes
+    report_memory(planned, MemoryUse(num_weight_bytes, num_cache_bytes))
     limits = EngineLimits(scheduler.max_batch_size, scheduler.max_num_tokens, config.max_seq_len)
     dump_path = envs.ENGINE_DUMP_STEPS.get()
     rooms = Rooms(
@@ -133,7 +154,7 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int)
         max_queue_size=scheduler.max_queue_size,
         check_invariants=envs.ENGINE_CHECK_INVARIANTS.get(),
         step_timeout_s=_step_timeout_s(config, loaded, num_blocks),
-        recorder=_recorder(config, weight_bytes(loaded.model) + pool.num_bytes),
+        recorder=_recorder(config, num_weight_bytes + num_cache_bytes),
     )
 
 
@@ -177,15 +198,7 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     kv_cache = config.kv_cache
     specs = loaded.traits.cache_specs
     block_bytes = sizing.bytes_per_block(specs, KV_FORMATS[kv_cache.dtype], config.tokens_per_block)
-    max_batch_size = config.scheduler.max_batch_size
-    if config.device == "cpu":
-        memory = sizing.process_memory_bytes()
-        num_blocks = sizing.num_cpu_blocks(kv_cache, block_bytes, max_batch_size, config.max_seq_len, memory)
-    else:
-        free_bytes, _ = torch.cuda.mem_get_info(loaded.options.device)
-        budget = int(free_bytes * kv_cache.free_gpu_memory_fraction)
-        needed = sizing.num_blocks_needed(max_batch_size, config.max_seq_len, config.tokens_per_block)
-        num_blocks = sizing.num_blocks(kv_cache, block_bytes, budget, needed)
+    num_blocks = sizing.pool_blocks(config, block_bytes, _free_memory_bytes(config.device))
     _logger.info(
         "KV cache: %d %s of %d tokens, %.1f MB of %s in %d layers",
         num_blocks,

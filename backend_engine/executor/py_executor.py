@@ -268,6 +268,12 @@ class PyExecutor:
             request = row.request
             if request.finish_reason is not None:
                 continue
+            failure = decoded.failures.get(request.request_id)
+            if failure is not None:
+                request.finish(FinishReason.ERROR, error=failure)
+                finished.append(request)
+                outgoing.append((request, final_output(request, [], self._kv_cache.usage(request.request_id))))
+                continue
             finish = finish_reason(request, token_id)
             token_ids: list[int] = []
             if finish is None or finish.keep_token:

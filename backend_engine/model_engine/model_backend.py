@@ -15,18 +15,26 @@ from backend_engine.attention.paged_kv import KvScales
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.config.model_facts import ModelFacts
+from backend_engine.model_engine.memory_plan import MemoryPlan
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.model_traits import ModelTraits
 from backend_engine.quantization.quant_method import TensorOptions
 
 
+class Implementations(NamedTuple):
+    """What a model computes with, by name in the registries. attention_backend: a name or ``auto``."""
+
+    attention_backend: str = "auto"
+    operators: str = "torch"
+
+
 class LoadOptions(NamedTuple):
-    """How a model is loaded. attention_backend: a name or ``auto``. max_windows: upper bounds of the layers' sliding
+    """How a model is loaded. max_windows: upper bounds of the layers' sliding
     windows, repeated over the layers.
     """
 
     tensors: TensorOptions
-    attention_backend: str = "auto"
+    implementations: Implementations = Implementations()
     max_windows: tuple[int, ...] = ()
     progress: Progress | None = None
 
@@ -59,6 +67,12 @@ class ModelBackend(ABC):
     @abstractmethod
     def describe(self, source: ModelSource, checkpoint: Checkpoint) -> ModelFacts:
         """What is known of the model before it is loaded."""
+
+    @abstractmethod
+    def plan(self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int) -> MemoryPlan | None:
+        """The memory that the model would take, of one of ``tp`` ranks, from the files' headers; ``None`` where only
+        loading tells. Raises ``ConfigError`` for a ``tp`` that the model cannot have.
+        """
 
     @abstractmethod
     def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:

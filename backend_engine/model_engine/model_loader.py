@@ -12,7 +12,8 @@ from backend_engine.checkpoint.loader import Progress
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.errors import ConfigError, ModelLoadError
-from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend
+from backend_engine.model_engine.memory_plan import MemoryPlan
+from backend_engine.model_engine.model_backend import Implementations, LoadedModel, LoadOptions, ModelBackend
 from backend_engine.models.model_source import ModelSource
 from backend_engine.plugins.catalog import ARCHITECTURES, MODEL_BACKENDS
 from backend_engine.quantization.quant_method import TensorOptions
@@ -36,11 +37,28 @@ def describe_model(
         raise
 
 
+def plan_memory(
+    model_dir: str | os.PathLike[str],
+    dtype: str,
+    device: str,
+    model_backend: str = "auto",
+    trust_remote_code: bool = False,
+    tp: int = 1,
+) -> MemoryPlan | None:
+    """The memory that ``load_model`` would take, from the files' headers; ``None`` where only loading tells. ``tp``:
+    ranks that the model is divided over, a plan only. Raises as ``load_model`` does for what the headers show.
+    """
+    checkpoint = open_checkpoint(model_dir)
+    source = _source(checkpoint, trust_remote_code)
+    tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
+    return _backend(source, model_backend).plan(source, checkpoint, tensors, tp)
+
+
 def load_model(
     model_dir: str | os.PathLike[str],
     dtype: str,
     device: str,
-    attention_backend: str = "auto",
+    implementations: Implementations = Implementations(),
     progress: Progress | None = None,
     max_attention_window: tuple[int, ...] | None = None,
     model_backend: str = "auto",
@@ -57,7 +75,7 @@ def load_model(
     source = _source(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
-    options = LoadOptions(tensors, attention_backend, max_attention_window or (), progress)
+    options = LoadOptions(tensors, implementations, max_attention_window or (), progress)
     return backend.load(source, checkpoint, options)
 
 

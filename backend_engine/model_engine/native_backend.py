@@ -18,14 +18,16 @@ from backend_engine.config.model_facts import ModelFacts
 from backend_engine.core.kv_spec import StateSpec
 from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.layers.parts import ModelParts
-from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend, nan_warning
 from backend_engine.model_engine.claims import check_claims
+from backend_engine.model_engine.memory_plan import HeadersOnly, MemoryPlan, plan_native
+from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, ModelBackend, nan_warning
 from backend_engine.models.causal_lm import CausalLM
 from backend_engine.models.family import Family
 from backend_engine.models.model_source import ModelSource
 from backend_engine.ops.torch_ops import TorchOps
-from backend_engine.plugins.catalog import ARCHITECTURES
+from backend_engine.plugins.catalog import ARCHITECTURES, OPERATORS
 from backend_engine.quantization.deferred import Deferred
+from backend_engine.quantization.quant_method import TensorOptions
 from backend_engine.quantization.read_config import read_quantization
 from backend_engine.quantization.unquantized import Unquantized
 
@@ -56,13 +58,21 @@ class NativeBackend(ModelBackend):
             return None
         return _open_weights(source, checkpoint).kv_cache_dtype
 
+    def plan(self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int) -> MemoryPlan | None:
+        family = _family(source)
+        spec = family.from_hf(source.config, source.origin)
+        stored = _open_weights(source, checkpoint, HeadersOnly)
+        check_claims(spec, stored)
+        return plan_native(spec, family.rules, stored, str(source.model_dir), tensors, tp)
+
     def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family = _family(source)
         spec = dataclasses.replace(family.from_hf(source.config, source.origin), max_windows=options.max_windows)
         stored = _open_weights(source, checkpoint)
         tensors = options.tensors
-        ops = TorchOps()
-        backend = select_backend(options.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
+        names = options.implementations
+        ops: TorchOps = OPERATORS.get(names.operators)()
+        backend = select_backend(names.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
         attention = backend(ops, tensors.device)
         check_claims(spec, stored)
         parts = ModelParts(ops, attention, Deferred(Unquantized()), tensors)
@@ -83,10 +93,12 @@ class NativeBackend(ModelBackend):
         return LoadedModel(model, model.traits, attention, tensors, tuple(warnings), kv_scales)
 
 
-def _open_weights(source: ModelSource, checkpoint: Checkpoint) -> StoredWeights:
+def _open_weights(
+    source: ModelSource, checkpoint: Checkpoint, made_as: type[StoredWeights] = StoredWeights
+) -> StoredWeights:
     files = TensorFiles(checkpoint.open_tensors())
     quantization = read_quantization(source.config, files.described(source.where))
-    return StoredWeights(files, quantization, source.where, source.origin)
+    return made_as(files, quantization, source.where, source.origin)
 
 
 def _family(source: ModelSource) -> Family:

@@ -5,7 +5,8 @@ Imported by whoever looks an implementation up; imports none of them.
 
 from typing import Any
 
-from backend_engine.plugins.registry import Registry
+from backend_engine.plugins.registrations import Targets
+from backend_engine.plugins.registry import Held, Registry
 
 ARCHITECTURES: Registry[Any] = Registry(
     "architecture",
@@ -33,9 +34,12 @@ ARCHITECTURES: Registry[Any] = Registry(
         "Qwen3ForCausalLM": "backend_engine.models.families.qwen3:FAMILY",
         "Qwen3MoeForCausalLM": "backend_engine.models.families.qwen3_moe:FAMILY",
     },
+    Held("a Family", "backend_engine.models.family:Family", instances=True),
 )
 ATTENTION_BACKENDS: Registry[Any] = Registry(
-    "attention backend", {"torch": "backend_engine.attention.torch_attention:TorchAttention"}
+    "attention backend",
+    {"torch": "backend_engine.attention.torch_attention:TorchAttention"},
+    Held("a subclass of AttentionBackend", "backend_engine.attention.interface:AttentionBackend"),
 )
 CAPACITY_POLICIES: Registry[Any] = Registry(
     "capacity policy",
@@ -70,12 +74,24 @@ CONTEXT_CHUNKING_POLICIES: Registry[Any] = Registry(
         "first_come_first_served": "backend_engine.scheduler.context_chunking:FirstComeFirstServed",
     },
 )
+# What requests may ask for by name; there are none but those of plugins.
+LOGITS_PROCESSORS: Registry[Any] = Registry(
+    "logits processor",
+    {},
+    Held("a subclass of CustomLogitsProcessor", "backend_engine.decoder.custom_processors:CustomLogitsProcessor"),
+)
 MODEL_BACKENDS: Registry[Any] = Registry(
     "model backend",
     {
         "native": "backend_engine.model_engine.native_backend:NativeBackend",
         "transformers": "backend_engine.model_engine.transformers_backend:TransformersBackend",
     },
+)
+# Each is made without arguments and handed to layers and attention backends.
+OPERATORS: Registry[Any] = Registry(
+    "operators",
+    {"torch": "backend_engine.ops.torch_ops:TorchOps"},
+    Held("a subclass of TorchOps", "backend_engine.ops.torch_ops:TorchOps"),
 )
 # By ``quant_method`` of a checkpoint's quantization config; each reads it (``weight_format.Quantization``).
 QUANT_METHODS: Registry[Any] = Registry(
@@ -91,6 +107,7 @@ QUANT_METHODS: Registry[Any] = Registry(
         "modelopt": "backend_engine.quantization.formats.modelopt:read",
         "mxfp4": "backend_engine.quantization.formats.mxfp4:read",
     },
+    Held("a function (config, stored) -> Quantization"),
 )
 # By the ending of a file's name; each reads its tensors (``tensor_reader.TensorReader``).
 TENSOR_READERS: Registry[Any] = Registry(
@@ -107,4 +124,11 @@ WAITING_QUEUES: Registry[Any] = Registry(
         "priority": "backend_engine.scheduler.keyed_queue:priority_queue",
         "shortest_first": "backend_engine.scheduler.keyed_queue:shortest_first_queue",
     },
+)
+PLUGIN_TARGETS = Targets(
+    architectures=ARCHITECTURES,
+    attention_backends=ATTENTION_BACKENDS,
+    quantization_methods=QUANT_METHODS,
+    logits_processors=LOGITS_PROCESSORS,
+    operators=OPERATORS,
 )

@@ -74,8 +74,7 @@ class Registrations:
         each in words.
         """
         for registry, name, _ in self._entries:
-            if name in registry:
-                registry.add(name, None, self._owner)  # raises: the name is taken
+            registry.check_free(name, self._owner)
         checked = [
             _Entry(registry, name, registry.checked(name, value, self._owner))
             for registry, name, value in self._entries

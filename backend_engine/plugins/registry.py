@@ -60,10 +60,14 @@ class Registry(Generic[T]):
 
         return add
 
-    def add(self, name: str, value: Any, owner: str) -> None:
-        """Add an entry of a plugin. Raises ``ConfigError`` for a name that is taken; says whose it is."""
+    def check_free(self, name: str, owner: str) -> None:
+        """Raise ``ConfigError`` for a name that is taken; it says whose it is."""
         if name in self._entries:
             raise ConfigError(f"{owner}: {self.kind} {name!r} belongs to {self.owner_of(name)} already; choose another")
+
+    def add(self, name: str, value: Any, owner: str) -> None:
+        """Add an entry of a plugin under a name that is free."""
+        self.check_free(name, owner)
         self._entries[name] = value
         self._owners[name] = owner
 

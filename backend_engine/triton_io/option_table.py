@@ -52,6 +52,10 @@ OPTIONS: tuple[Option, ...] = (
         "queue_timeout_ms", INT32, "Longest wait before the request runs; 0 = the model's default.", as_parameter=True
     ),
     shared("deadline_ms", INT32, "Longest time in all; 0 = the model's default.", as_parameter=True),
+    shared(
+        "logits_processors", STRING, "Processors of plugins, a JSON object: for each name an object of arguments.",
+        as_parameter=True,
+    ),
     shared("cache_salt", STRING, "Requests share cached prefixes only under equal salts.", as_parameter=True),
     Option("return_errors_in_band", "return_errors_in_band", None, BOOL, "Send errors in the tensor error."),
     Option("piecewise", "piecewise", None, BOOL, "Answer with one piece; the next ones are asked for (the BLS does)."),

@@ -189,6 +189,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and computation."),
     _engine("device", ("auto", "cpu", "cuda"), "auto", "Where the model runs."),
     _engine("attention_backend", "text", "auto", "Which attention implementation."),
+    _engine("operators", "text", "auto", "What the layers compute with: torch (auto), or a plugin's by its name."),
+    _engine(
+        "plugins", "text", "ENGINE_PLUGINS",
+        "Plugins besides those of installed packages: modules, .py files and package folders, separated by commas; "
+        "none leaves the installed ones out. What a path names is run: see plugins.md.",
+    ),
     _engine(
         "model_backend", ("auto", "native", "transformers"), "auto",
         "Whose modules the model is made of: the engine's own (native), transformers', or native where it has the "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend_engine.config.engine_config import KvCacheConfig, SchedulerConfig
+from backend_engine.plugins.discovery import plugin_names
 from backend_engine.triton_io.engine_request import RequestDefaults
 from backend_engine.triton_io.parameter_reader import ParameterReader
 from backend_engine.triton_io.tensor_rows import BLS, ENGINE, FP32, POSTPROCESSING, PREPROCESSING
@@ -122,6 +123,8 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         "dtype": reader.get("dtype", "auto"),
         "device": reader.get("device", "auto"),
         "attention_backend": reader.get("attention_backend", "auto"),
+        "operators": reader.get("operators", "auto"),
+        "plugins": plugin_names(reader.get("plugins", "")),
         "model_backend": reader.get("model_backend", "auto"),
         "generation_config": reader.get("generation_config", "ignore"),
         "num_threads": reader.get("num_threads", 0),

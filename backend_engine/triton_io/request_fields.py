@@ -4,9 +4,10 @@ The parser of the engine model and the BLS read them here. Everything out of ran
 client used.
 """
 
+import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.request import DEFAULT_PRIORITY, MAX_PRIORITY
@@ -18,6 +19,9 @@ _REWORDED = (
     "repetition_penalty", "frequency_penalty", "presence_penalty", "temperature", "max_tokens", "min_tokens",
     "end_id", "top_p_reset_ids", "top_p_decay", "top_p_min", "top_k", "top_p", "min_p", "seed", "n",
 )  # fmt: skip
+
+_MAX_PROCESSORS_BYTES = 1 << 16
+_PROCESSORS_FORM = 'it must be an object of arguments for each name, such as {"name": {}}'
 
 
 def read_priority(reader: OptionReader) -> int:
@@ -44,6 +48,25 @@ def request_timeout_ms(view: RequestView) -> float | None:
     sent = view.parameters.get("timeout", 0)
     timeout_us = view.timeout_us or (sent if isinstance(sent, int) and not isinstance(sent, bool) else 0)
     return timeout_us / 1000 if timeout_us > 0 else None
+
+
+def read_logits_processors(reader: OptionReader) -> dict[str, Any]:
+    """What the request gives plugins' processors: arguments by name. ``SamplingParams`` checks the rest of its form."""
+    text = reader.text("logits_processors", _MAX_PROCESSORS_BYTES)
+    if not text:
+        return {}
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InvalidRequestError(f"logits_processors is not JSON ({reason}); {_PROCESSORS_FORM}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"logits_processors is JSON but no object; {_PROCESSORS_FORM}")
+    return value
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def build_sampling_params(values: dict[str, Any], reader: OptionReader) -> SamplingParams:

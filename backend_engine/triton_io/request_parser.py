@@ -25,6 +25,7 @@ from backend_engine.triton_io.engine_request import (
 from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.request_fields import (
     build_sampling_params,
+    read_logits_processors,
     read_milliseconds,
     read_priority,
     request_timeout_ms,
@@ -229,6 +230,7 @@ class RequestParser:
             ),
             "bad_token_ids": from_word_ids(view.inputs.get("bad_words_list"), "bad_words_list", limits),
             "embedding_bias": self._embedding_bias(view),
+            "logits_processors": read_logits_processors(reader),
             "logprobs": 0 if options.return_log_probs else None,
             "return_context_logits": reader.boolean("return_context_logits"),
             "return_generation_logits": reader.boolean("return_generation_logits"),

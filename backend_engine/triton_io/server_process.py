@@ -1,10 +1,14 @@
-"""What the server process that runs this model says about itself: its command line.
+"""What the server process that runs this model says: its command line, and where its packages are.
 
-Used by ``EngineHealth``. The Python backend tells a model nothing of the server's settings; reads ``/proc`` only.
+Used by ``EngineHealth`` and the engine model. The Python backend tells a model nothing of the server's settings; this
+reads ``/proc`` and the environment only.
 """
 
 import os
+import sys
 from pathlib import Path
+
+from backend_engine import envs
 
 _MODE_FLAG = "--model-control-mode"
 
@@ -27,3 +31,14 @@ def allows_unloading(command_line: Path | None = None) -> bool:
         elif argument.startswith(f"{_MODE_FLAG}="):
             mode = argument.removeprefix(f"{_MODE_FLAG}=")
     return mode == "explicit"
+
+
+def honour_python_path() -> None:
+    """Add the folders of PYTHONPATH that are not on ``sys.path``, behind all others.
+
+    Triton Server's Python backend of some releases (24.10) starts its interpreter isolated, so that plugins that an
+    operator puts on PYTHONPATH would not be found.
+    """
+    for folder in filter(None, envs.PYTHONPATH.get().split(os.pathsep)):
+        if folder not in sys.path:
+            sys.path.append(folder)

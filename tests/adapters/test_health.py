@@ -1,5 +1,6 @@
 """``EngineHealth``: what the outside hears of an engine that is dead."""
 
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 
 from backend_engine.errors import ShutdownError
 from backend_engine.triton_io.health import EngineHealth
-from backend_engine.triton_io.server_process import allows_unloading
+from backend_engine.triton_io.server_process import allows_unloading, honour_python_path
 from tests.support.waiting import eventually
 
 REASON = "the engine is stuck: a step\nhas run for more than 17 s"
@@ -100,6 +101,14 @@ def test_the_servers_command_line_says_whether_models_can_be_unloaded(
     path.write_bytes(b"".join(argument.encode() + b"\0" for argument in arguments))
     assert allows_unloading(path) is allowed
     assert not allows_unloading(tmp_path / "missing")
+
+
+def test_folders_of_pythonpath_count_although_the_interpreter_left_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/first", "/second"])
+    monkeypatch.setenv("PYTHONPATH", "/second::/third")
+    for _ in range(2):
+        honour_python_path()
+        assert sys.path == ["/first", "/second", "/third"]
 
 
 def test_without_a_file_or_with_a_full_disk_the_model_is_unloaded_all_the_same(tmp_path: Path) -> None:

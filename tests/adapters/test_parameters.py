@@ -76,6 +76,12 @@ def test_values_arrive() -> None:
     assert (settings.cancellation_check_period_ms, settings.stats_check_period_ms) == (7, 8)
 
 
+def test_plugins_and_what_they_bring_arrive() -> None:
+    arguments = engine(plugins=" none, my.module ,/opt/mine.py", operators="mine").llm_arguments
+    assert (arguments["plugins"], arguments["operators"]) == (("none", "my.module", "/opt/mine.py"), "mine")
+    assert (engine().llm_arguments["plugins"], engine().llm_arguments["operators"]) == ((), "auto")
+
+
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_each_scheduler_policy_arrives(policy: str) -> None:
     assert engine(batch_scheduler_policy=policy).llm_arguments["scheduler_config"].capacity_policy == policy

@@ -15,6 +15,7 @@ from backend_engine.triton_io.word_lists import WordLimits
 VOCAB, MAX_SEQ_LEN = 50, 100
 _KINDS: dict[str, Any] = {
     "random_seed": np.uint64, "seed": np.uint64, "stop_words_text": np.object_, "cache_salt": np.object_,
+    "logits_processors": np.object_,
     **dict.fromkeys(
         ("temperature", "runtime_top_p", "runtime_top_p_decay", "runtime_top_p_min", "min_p", "repetition_penalty",
          "len_penalty", "presence_penalty", "frequency_penalty", "embedding_bias"), np.float32,
@@ -244,6 +245,21 @@ def test_a_short_embedding_bias_is_filled_up() -> None:
     bias = parse(embedding_bias=[[0.0, -20.0]]).sampling_params.embedding_bias
     assert bias is not None and len(bias) == VOCAB and bias[1] == -20 and bias.sum() == -20
     assert parse(embedding_bias=[[]]).sampling_params.embedding_bias is None
+
+
+def test_logits_processors_come_as_json() -> None:
+    text = '{"b": {"ids": [1, 2.5, null]}, "a": {}}'
+    for request in ({"logits_processors": text.encode()}, {"parameters": {"logits_processors": text}}):
+        processors = parse(**request).sampling_params.logits_processors
+        assert list(processors.items()) == [("b", {"ids": [1, 2.5, None]}), ("a", {})]
+    assert parse(logits_processors=b"").sampling_params.logits_processors == {}
+    for wrong, told in (
+        (b"[]", "no object"), (b"{", "not JSON"), (b'{"a": {"x": Infinity}}', "Infinity is not JSON"),
+        (b'{"a": [1]}', "an object of arguments for each name, got 'a'"), (b" " * 70_000, "bytes"),
+        (b"[" * 9_999, "JSON"),
+    ):  # fmt: skip
+        message = refusal(view(logits_processors=wrong))
+        assert "logits_processors" in message and told in message and "\n" not in message
 
 
 def test_our_inputs_are_accepted_as_parameters_too() -> None:

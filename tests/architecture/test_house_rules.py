@@ -17,6 +17,7 @@ ADAPTER_BUDGET = {"preprocessing": 80, "tensorrt_llm": 120, "postprocessing": 80
 CATCH_ALL = {
     "backend_engine/executor/py_executor.py": "a step",
     "backend_engine/executor/outbox.py": "a sink",
+    "backend_engine/plugins/foreign_code.py": "code of a plugin",
     "backend_engine/triton_io/response_stream.py": "a response that cannot be sent",
     "backend_engine/triton_io/bls_service.py": "one BLS request",
     "backend_engine/triton_io/single_response.py": "one request of preprocessing or postprocessing",

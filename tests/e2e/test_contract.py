@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backend_engine.triton_io.feature_table import FEATURES
-from tests.support.client import Server, at_once, grpc_all, tensor
+from tests.support.client import GrpcStream, Server, at_once, grpc_all, tensor
 
 pytestmark = pytest.mark.triton
 TEXT_MODELS = ["ensemble", "tensorrt_llm_bls"]
@@ -222,19 +222,17 @@ def test_a_full_queue_refuses_clearly_and_serves_the_rest(
 def test_the_engines_full_queue_refuses_by_its_own_name(narrow_server: Server, table_ids: dict[str, int]) -> None:
     """One after another, so that Triton Server's queue stays empty: it hands each request on before the next comes."""
 
-    def ask(max_tokens: int) -> threading.Thread:
-        thread = threading.Thread(
-            target=lambda: narrow_server.text("ensemble", text_input="Long", max_tokens=max_tokens)
-        )
-        thread.start()
-        return thread
-
-    threads = [ask(400)]
+    blocker = GrpcStream(narrow_server.grpc)
+    endless = {"input_ids": [[table_ids["Long"]]], "input_lengths": 1, "request_output_len": 8000, "streaming": True}
+    blocker.send("tensorrt_llm", **endless)
     narrow_server.wait_for("nv_trt_llm_request_metrics", "scheduled", 1)  # type: ignore[attr-defined]
+    threads = []
     for num_waiting in range(1, 7):
-        threads.append(ask(2))
+        threads.append(threading.Thread(target=lambda: narrow_server.text("ensemble", text_input="Long", max_tokens=2)))
+        threads[-1].start()
         narrow_server.wait_for("nv_trt_llm_request_metrics", "waiting", num_waiting)  # type: ignore[attr-defined]
     (response,) = grpc_all(narrow_server.grpc, "tensorrt_llm", **count("tensorrt_llm", table_ids))
+    blocker.close(cancel=True)
     assert response.error is not None and "Maximum queue size of 6 has been reached" in response.error
     for thread in threads:
         thread.join()

@@ -147,7 +147,8 @@ def test_chat_options_and_errors(served: Served) -> None:
     assert done.stderr.count("error: ") == 2
     assert "temperature" in done.stderr
     done = chat(served, "Hi\n", "--tokenizer-dir", "/nowhere")
-    assert (done.returncode, done.stderr) == (1, "error: tokenizer folder /nowhere does not exist or is not a folder\n")
+    expected = "error: tokenizer folder /nowhere does not exist or is neither a folder nor a GGUF file\n"
+    assert (done.returncode, done.stderr) == (1, expected)
 
 
 @pytest.mark.triton

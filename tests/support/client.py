@@ -18,7 +18,7 @@ from tritonclient.utils import np_to_triton_dtype
 TIMEOUT_S = 60.0
 DTYPES: dict[str, tuple[str, Any]] = {
     "text_input": ("BYTES", object), "stop_words": ("BYTES", object), "bad_words": ("BYTES", object),
-    "cache_salt": ("BYTES", object), "messages": ("BYTES", object),
+    "cache_salt": ("BYTES", object), "logits_processors": ("BYTES", object), "messages": ("BYTES", object),
     "guided_decoding_guide_type": ("BYTES", object), "embedding_bias_words": ("BYTES", object),
     "temperature": ("FP32", np.float32), "top_p": ("FP32", np.float32), "runtime_top_p": ("FP32", np.float32),
     "repetition_penalty": ("FP32", np.float32), "presence_penalty": ("FP32", np.float32),

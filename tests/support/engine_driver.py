@@ -40,7 +40,6 @@ class EngineDriver:
             folder,
             dtype,
             "cpu",
-            "torch",
             max_attention_window=max_attention_window,
             model_backend=model_backend,
         )

@@ -22,7 +22,7 @@ from backend_engine.triton_io.request_parser import RequestParser
 from backend_engine.triton_io.request_view import RequestView
 from backend_engine.triton_io.response_sender import ResponseSenderThread, SenderSettings
 from backend_engine.triton_io.response_stream import refuse
-from backend_engine.triton_io.server_process import allows_unloading
+from backend_engine.triton_io.server_process import allows_unloading, honour_python_path
 from backend_engine.triton_io.tensor_rows import ENGINE
 
 _log = get_logger("tensorrt_llm")
@@ -41,6 +41,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         try:
             settings = parameters.read_engine(config)
+            honour_python_path()
             from backend_engine.llm import LLM  # torch is loaded here, once the settings are known to be good
 
             llm = LLM(settings.model_dir, settings.tokenizer_dir, **settings.llm_arguments)
