@@ -58,6 +58,7 @@ NEUTRAL: dict[str, Collection[Any]] = {
 HARMLESS = frozenset(
     {
         "_attn_implementation",
+        "_model_name_or_path",
         "_name_or_path",
         "_sliding_window_pattern",
         "architectures",
@@ -120,6 +121,7 @@ HARMLESS = frozenset(
         "tokenizer_class",
         "torch_dtype",
         "transformers_version",
+        "unk_token_id",
         "use_cache",
         "use_flash_attn",
         "use_mamba_kernels",

@@ -49,6 +49,11 @@ def test_the_lists_of_keys_do_not_contradict_each_other() -> None:
     assert not HARMLESS & set(NEUTRAL)
 
 
+def test_keys_that_older_tools_left_in_a_config_are_not_warned_of() -> None:
+    values = {**TINY_MODELS["llama"].config().to_dict(), "_model_name_or_path": "a name", "unk_token_id": 0}
+    assert ARCHITECTURES.get("LlamaForCausalLM").unknown_keys(values) == []
+
+
 def test_keys_that_nobody_knows_are_told_when_the_model_is_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
