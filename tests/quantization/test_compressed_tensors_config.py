@@ -9,6 +9,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from backend_engine.quantization.schemes.rounding import round_tokens
 from tests.support.compressed_layers import compress, config, int4_tensors, read_config, reference_weight, unpack
 from tests.support.tiny_llama import TINY
 
@@ -206,11 +207,14 @@ def test_shapes_that_a_form_cannot_have_are_refused() -> None:
     assert odd is not None
     with pytest.raises(ValueError, match="4 bits need an even number of columns, not 33"):
         odd.leaves((OUT, 33))
-    inputs = {**TOKEN, "strategy": "group", "group_size": 48}
-    grouped = read_config(config({"weights": INT8, "input_activations": inputs}), int4_tensors()).format_of("proj")
-    assert grouped is not None
-    with pytest.raises(ValueError, match="groups of 48 columns of its input do not divide 64"):
-        grouped.leaves((OUT, IN))
+
+
+def test_the_last_group_of_an_input_may_be_shorter() -> None:
+    """llm-compressor writes FP8 by blocks of 128 for inputs of 576 columns."""
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40)
+    parts = [round_tokens(part, "fp8", None) for part in x.split(16, 1)]
+    assert [part.shape[1] for part in parts] == [16, 16, 8]
+    assert torch.equal(round_tokens(x, "fp8", None, group_size=16), torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,6 @@ class RoundedLayer(WeightFormat):
         return RoundedInput(self.weight.scheme, self.kind, self.number is not None, self.group_size, self.is_symmetric)
 
     def leaves(self, shape: tuple[int, ...]) -> dict[str, Leaf]:
-        if self.group_size is not None and shape[-1] % self.group_size:
-            raise ValueError(f"groups of {self.group_size} columns of its input do not divide {shape[-1]}")
         found = self.weight.leaves(shape)
         if self.number is not None:
             found[self.number[0]] = Leaf(self.number[1], FLOAT_DTYPES)

@@ -7,6 +7,7 @@ the Microscaling formats (OCP, version 1.0, 2023) and of NVFP4.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 INT8_LARGEST = 127.0
@@ -45,12 +46,13 @@ def round_tokens(
     x: Tensor, kind: str, scale: Tensor | None, zero: Tensor | None = None, group_size: int | None = None
 ) -> Tensor:
     """``x [num_tokens, size]`` rounded to ``KINDS[kind]`` and back. scale, zero: of the checkpoint; without them a
-    token, or ``group_size`` columns of it, has a scale of its own. For ``nvfp4``, scale is the number beside those.
+    token, or ``group_size`` columns of it (the last ones may be fewer), has a scale of its own. For ``nvfp4``, scale is
+    the number beside those.
     """
     chosen = KINDS[kind]
     wide = x.to(torch.float32)
     if group_size is not None:
-        wide = wide.view(*x.shape[:-1], -1, group_size)
+        wide = F.pad(wide, (0, -x.shape[-1] % group_size)).view(*x.shape[:-1], -1, group_size)
     if scale is None or chosen.scales == "e4m3":
         scale = _own_scale(wide, chosen, scale)
     steps = wide / scale
@@ -59,7 +61,8 @@ def round_tokens(
     steps = _to_grid(steps, chosen)
     if zero is not None:
         steps -= zero
-    return (steps * scale).to(x.dtype).view(x.shape)
+    rounded = (steps * scale).to(x.dtype)
+    return rounded.view(x.shape) if group_size is None else rounded.flatten(-2)[..., : x.shape[-1]]
 
 
 def round_tokens_between(x: Tensor, kind: str) -> Tensor:
