@@ -11,6 +11,7 @@ import torch
 
 from backend_engine.checkpoint.gguf_files import GgufFiles
 from backend_engine.checkpoint.gguf_keys import ModelKeys, shortest
+from backend_engine.checkpoint.hf_rope import llama3_scaling
 from backend_engine.errors import ModelLoadError
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -88,13 +89,7 @@ def _llama3(files: GgufFiles, factors: list[float], theta: float, dim: int) -> d
             expected = [_llama3_factor(original / length, factor, low, high) for length in wavelengths]
             pairs = zip(factors, expected, strict=True)
             if all(math.isclose(found, wanted, rel_tol=_TOLERANCE) for found, wanted in pairs):
-                return {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": low,
-                    "high_freq_factor": high,
-                    "original_max_position_embeddings": original,
-                }
+                return llama3_scaling(factor, low, high, original)
     raise ModelLoadError(
         f"{files.path}: tensor {FREQUENCY_FACTORS} holds {len(factors)} factors of 1 to {factor:g}; expected those of "
         f"Llama 3's rotary scheme for heads of {dim}"

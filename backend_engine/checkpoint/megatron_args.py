@@ -7,6 +7,7 @@ what the model computes is read here or refused, by name. Opens no file.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from backend_engine.checkpoint.hf_rope import llama3_scaling
 from backend_engine.checkpoint.megatron_model import MegatronModel, read_groups, read_share, read_sizes
 from backend_engine.config.hf_config import MAX_LAYERS, HfConfig
 
@@ -123,17 +124,6 @@ def _rope_scaling(config: HfConfig) -> dict[str, Any] | None:
     if factor is None or factor == 1:
         return None
     return {"rope_type": "linear", "factor": config.number("rotary_seq_len_interpolation_factor")}
-
-
-def llama3_scaling(factor: float, low: float = 1.0, high: float = 4.0, original: int = 8192) -> dict[str, Any]:
-    """The scaling of Llama 3.1 in Hugging Face's terms; the defaults are those that Megatron has built in."""
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
 
 
 def _vocab_size(config: HfConfig) -> int | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from backend_engine.checkpoint.megatron_args import llama3_scaling, refuse_other_models
+from backend_engine.checkpoint.hf_rope import llama3_scaling
+from backend_engine.checkpoint.megatron_args import refuse_other_models
 from backend_engine.checkpoint.megatron_model import MegatronModel, read_groups, read_share, read_sizes
 from backend_engine.config.hf_config import MAX_LAYERS, HfConfig
 from backend_engine.errors import ModelLoadError, one_line

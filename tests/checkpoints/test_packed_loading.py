@@ -16,7 +16,7 @@ from backend_engine.errors import ModelLoadError
 from backend_engine.model_engine.model_loader import load_model
 from backend_engine.model_engine.weight_memory import weight_bytes
 from tests.support.engine_driver import EngineDriver
-from tests.support.parity import check, prompt
+from tests.support.parity import check_folder
 from tests.support.tiny_llama import build_tiny_llama
 
 Tensors = dict[str, torch.Tensor]
@@ -54,18 +54,6 @@ def change_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
-def run(folder: Path, model: Any) -> None:
-    """A prompt in two chunks, then tokens one by one, against the reference."""
-    driver = EngineDriver(folder)
-    ids = prompt(19)
-    request = driver.add(1, ids)
-    driver.step([(request, 7)])
-    driver.step([(request, 12)])
-    for _ in range(4):
-        driver.step(generation=[request])
-    check(driver, model, 1, ids, list(request.output_token_ids))
-
-
 @pytest.mark.parametrize(
     "leave",
     [
@@ -77,7 +65,7 @@ def run(folder: Path, model: Any) -> None:
     ids=["all", "keys", "gates", "first layer"],
 )
 def test_what_an_export_left_plain_stays_plain(leave: Callable[[str], bool], tmp_path: Path) -> None:
-    run(tmp_path, export(tmp_path, leave))
+    check_folder(tmp_path, export(tmp_path, leave))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -147,7 +135,7 @@ def test_what_contradicts_is_refused_in_one_line(edit: Callable[[Path], None], m
 def test_biases_of_zeros_beside_packed_weights_are_let_be(tmp_path: Path) -> None:
     model = export(tmp_path)
     change(lambda t: t.update({Q0 + ".bias": torch.zeros(64)}))(tmp_path)
-    run(tmp_path, model)
+    check_folder(tmp_path, model)
     change(lambda t: t.update({Q0 + ".bias": torch.ones(64)}))(tmp_path)
     with pytest.raises(ModelLoadError, match=rf"tensor {Q0}\.bias, shape \[64\], has no place in the model"):
         EngineDriver(tmp_path)
@@ -162,24 +150,15 @@ def test_a_scale_that_is_nan_is_refused(tmp_path: Path) -> None:
 
 def test_the_transformers_backend_runs_a_packed_folder_decoded(tmp_path: Path) -> None:
     model = export(tmp_path)
-    driver = EngineDriver(tmp_path, model_backend="transformers")
-    ids = prompt(11)
-    request = driver.add(1, ids)
-    driver.step([(request, 11)])
-    for _ in range(3):
-        driver.step(generation=[request])
-    check(driver, model, 1, ids, list(request.output_token_ids))
+    check_folder(tmp_path, model, model_backend="transformers")
 
 
 def test_a_folder_of_pytorch_files_runs_with_either_backend(tmp_path: Path) -> None:
     model = build_tiny_llama(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    run(tmp_path, model)
-    driver = EngineDriver(tmp_path, model_backend="transformers")
-    request = driver.add(1, prompt(5))
-    driver.step([(request, 5)])
-    check(driver, model, 1, prompt(5), list(request.output_token_ids))
+    check_folder(tmp_path, model)
+    check_folder(tmp_path, model, model_backend="transformers")
 
 
 def test_scales_of_the_kv_cache_are_read_and_not_taken_for_weights(tmp_path: Path) -> None:

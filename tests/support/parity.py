@@ -1,5 +1,6 @@
 """What the parity tests share: random prompts, and the comparison of an engine's answer with transformers."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids of the tiny models' vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 96, (length,), generator=generator).tolist()
+
+
+def check_folder(folder: Path, model: Any, num_tokens: int = 23, **options: Any) -> None:
+    """A checkpoint in the engine (``options``: of the driver): a prompt in two chunks, then tokens one by one, against
+    the reference.
+    """
+    driver = EngineDriver(folder, **options)
+    ids = prompt(num_tokens)
+    request = driver.add(1, ids)
+    driver.step([(request, 9)])
+    driver.step([(request, num_tokens - 9)])
+    for _ in range(4):
+        driver.step(generation=[request])
+    check(driver, model, 1, ids, list(request.output_token_ids))
 
 
 def check(driver: EngineDriver, model: Any, request_id: int, ids: list[int], output: list[int]) -> None:
