@@ -31,7 +31,7 @@ def inspect(path: str, trust_remote_code: bool) -> Iterable[Row]:
     from backend_engine.checkpoint.open_checkpoint import open_checkpoint
     from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
     from backend_engine.hub import local_path
-    from backend_engine.model_engine.model_loader import describe_model
+    from backend_engine.model_engine.model_loader import describe_model, plan_memory
     from backend_engine.quantization.read_config import read_quantization
 
     path = local_path(path)
@@ -48,6 +48,9 @@ def inspect(path: str, trust_remote_code: bool) -> Iterable[Row]:
     yield "KV cache made for", quantization.kv_cache_dtype or "the model's dtype"
     facts = describe_model(path, trust_remote_code=trust_remote_code)
     yield "would run with", f"model_backend {facts.model_backend}, at most {facts.max_positions} tokens a request"
+    plan = plan_memory(path, "float32", "cpu", facts.model_backend, trust_remote_code)
+    if plan is not None:
+        yield "weights in memory", f"{size(plan.num_bytes)} on a CPU, plain ones in float32"
     if facts.model_backend == "native":
         yield from forms(StoredWeights(files, quantization, described.where), checkpoint)
 

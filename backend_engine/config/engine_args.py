@@ -16,7 +16,7 @@ from backend_engine.errors import ConfigError
 class EngineArgs:
     """Arguments of ``LLM``.
 
-    model: Hugging Face folder. tokenizer: folder, ``None`` = the model's own. dtype: ``auto`` (float32 on a CPU,
+    model: a checkpoint in any format. tokenizer: folder, ``None`` = the model's own. dtype: ``auto`` (float32 on a CPU,
     the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``. device: ``auto``, ``cpu``, ``cuda``.
     max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
     model_backend: ``native`` (our layers), ``transformers`` (its modules over our cache), ``auto`` (native where we

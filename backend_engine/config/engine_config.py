@@ -50,7 +50,7 @@ class SchedulerConfig:
 class EngineConfig:
     """Everything ``create_py_executor`` needs, with every "auto" already decided.
 
-    model_dir: Hugging Face folder. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
+    model_dir: a checkpoint in any format. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
     operators: a name of the registry ``OPERATORS``.
     model_backend: ``native`` or ``transformers``. trust_remote_code: whether code in the model's folder may run.
     max_seq_len: most tokens of a request, prompt and output together. num_threads: torch's CPU threads, 0 = torch's

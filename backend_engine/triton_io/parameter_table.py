@@ -105,12 +105,19 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(SHAPE, "triton_backend", (ENGINE,), ("python", "tensorrtllm"), "required", "Name of the backend."),
     # Where things are.
-    _engine("gpt_model_path", "path", "required", "Hugging Face folder of the model.", placeholder="engine_dir"),
+    _engine(
+        "gpt_model_path", "path", "required",
+        "The model: a checkpoint in any format (checkpoints.md), or its id on the Hugging Face Hub.",
+        placeholder="engine_dir",
+    ),
     Parameter(
         "gpt_model_path", "engine_dir", (PREPROCESSING,), "path", "tokenizer_dir",
-        "Folder whose config.json gives the vocabulary size and whose generation_config.json gives the end ids.",
+        "The model, whose configuration gives the vocabulary size and the end ids.",
     ),
-    Parameter("tokenizer_dir", "tokenizer_dir", (PREPROCESSING, POSTPROCESSING), "path", "required", "Its folder."),
+    Parameter(
+        "tokenizer_dir", "tokenizer_dir", (PREPROCESSING, POSTPROCESSING), "path", "required",
+        "Its folder, or a GGUF file.",
+    ),
     _engine("tokenizer_dir", "path", "engine_dir", "Tokenizer folder, for stop words and text output."),
     Parameter(
         "trust_remote_code", "trust_remote_code", (PREPROCESSING, ENGINE, POSTPROCESSING), "bool", "false",
