@@ -1,8 +1,16 @@
 """Fixtures that tests of every level share. Heavy imports stay inside them: most host tests need no torch."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Continuous integration tries the same examples each time, so that a change is judged by itself; elsewhere every run
+# tries new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
