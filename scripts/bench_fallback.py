@@ -53,9 +53,9 @@ def main() -> None:
     args = parser.parse_args()
     args.model = args.model or common.default_model()
 
-    from backend_engine.checkpoint.hf_folder import read_hf_config
+    from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 
-    vocab_size = int(read_hf_config(args.model)["vocab_size"])
+    vocab_size = int(open_checkpoint(args.model).config["vocab_size"])
     workloads = {
         "one stream": common.single_stream(vocab_size),
         f"{args.streams} streams": common.mixed_batch(vocab_size, args.streams),

@@ -2,7 +2,8 @@
 """Tokens per second of ``LLM`` in this process: one stream, and 16 mixed requests at once.
 
 ``--baseline transformers`` measures ``transformers`` ``generate`` in the same run, turn by turn (A B A B), since
-machines drift. Prints a table and, last, one JSON line.
+machines drift; ``--packed`` another checkpoint of the same model in our engine. Prints a table and, last, one JSON
+line.
 """
 
 import argparse
@@ -13,17 +14,14 @@ import bench_common as common
 
 
 class Ours:
-    """The engine."""
+    """The engine, with one checkpoint."""
 
-    name = "inflight"
-
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, model: str, name: str = "inflight") -> None:
         from backend_engine import LLM, SamplingParams
 
+        self.name = name
         self._sampling_params = SamplingParams
-        self._llm = LLM(
-            args.model, dtype=args.dtype, num_threads=args.threads, skip_tokenizer_init=True, max_batch_size=16
-        )
+        self._llm = LLM(model, dtype=args.dtype, num_threads=args.threads, skip_tokenizer_init=True, max_batch_size=16)
 
     def run(self, jobs: list[common.Job]) -> None:
         params = [
@@ -92,6 +90,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=common.usable_cores())
     parser.add_argument("--baseline", choices=["none", "transformers"], default="none")
+    parser.add_argument("--packed", metavar="MODEL", help="also another checkpoint of the model, such as a packed one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plot", type=common.Path, help="also write a bar chart (SVG) to this file")
     args = parser.parse_args()
@@ -101,16 +100,20 @@ def main() -> None:
 
     bandwidth = common.memory_bandwidth_gb_s(args.threads)
     torch.set_num_threads(args.threads)
-    engines: list[Any] = [Ours(args)] + ([Transformers(args)] if args.baseline == "transformers" else [])
-    from backend_engine.checkpoint.hf_folder import read_hf_config
+    engines: list[Any] = [Ours(args, args.model)]
+    if args.packed:
+        engines.insert(0, Ours(args, args.packed, f"inflight, {common.Path(args.packed).name}"))
+    if args.baseline == "transformers":
+        engines.append(Transformers(args))
+    from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 
-    vocab_size = int(read_hf_config(args.model)["vocab_size"])
+    vocab_size = int(open_checkpoint(args.model).config["vocab_size"])
     single = measure(engines, common.single_stream(vocab_size), args.repeats, "one stream")
     batch = measure(engines, common.mixed_batch(vocab_size), args.repeats, "16 mixed")
     for engine in engines:
         engine.close()
 
-    ours, theirs = engines[0].name, engines[-1].name
+    ours, theirs = ("inflight", "transformers") if args.baseline != "none" else (engines[0].name, "inflight")
     weights_gb = weight_bytes(args.model) / 1e9
     result: dict[str, object] = {
         "single_stream_tok_s": round(single[ours], 2),
@@ -122,8 +125,8 @@ def main() -> None:
     }
     rows = [[e.name, f"{single[e.name]:.1f}", f"{batch[e.name]:.1f}"] for e in engines]
     if len(engines) > 1:
-        result["single_stream_ratio_to_transformers"] = round(single[ours] / single[theirs], 2)
-        result["batch_ratio_to_transformers"] = round(batch[ours] / batch[theirs], 2)
+        result[f"single_stream_ratio_to_{theirs}"] = round(single[ours] / single[theirs], 2)
+        result[f"batch_ratio_to_{theirs}"] = round(batch[ours] / batch[theirs], 2)
         ratios = [single[ours] / single[theirs], batch[ours] / batch[theirs]]
         rows.append(["ratio", *(f"{ratio:.2f}" for ratio in ratios)])
     if args.plot:
