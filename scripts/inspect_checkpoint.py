@@ -20,7 +20,6 @@ from backend_engine.errors import EngineError
 if TYPE_CHECKING:
     from backend_engine.checkpoint.checkpoint import Checkpoint
     from backend_engine.checkpoint.stored_weights import StoredWeights
-    from backend_engine.core.tensor_info import TensorInfo
 
 Row = tuple[str, str]
 
@@ -40,7 +39,7 @@ def inspect(path: str, trust_remote_code: bool) -> Iterable[Row]:
     yield "architecture", architecture(checkpoint.config, checkpoint.origin)
     files = TensorFiles(checkpoint.open_tensors())
     described = files.described(f"{checkpoint.origin} of {path}")
-    yield "tensors", f"{len(files)}, {size(num_bytes(described.tensors.values()))} as stored"
+    yield "tensors", f"{len(files)}, {size(sum(info.num_bytes for info in described.tensors.values()))} as stored"
     yield "stated dtype", stated_dtype(checkpoint.config) or "none"
     quantization = read_quantization(checkpoint.config, described)
     method = (checkpoint.config.get("quantization_config") or {}).get("quant_method", "none")
@@ -96,18 +95,6 @@ def describe_scheme(scheme: object) -> str:
         elif not isinstance(value, tuple):
             settings.append(f"{field.name} {str(value).removeprefix('torch.')}")
     return f"{type(scheme).__name__}({', '.join(settings)})"
-
-
-def num_bytes(tensors: Iterable["TensorInfo"]) -> int:
-    """Bytes of the tensors as they are stored."""
-    sizes = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-    total = 0
-    for info in tensors:
-        count = 1
-        for dim in info.shape:
-            count *= dim
-        total += count * sizes.get(info.dtype, 1)
-    return total
 
 
 def size(count: int) -> str:

@@ -1,6 +1,12 @@
 """``TensorInfo``: what a checkpoint says of a tensor before anybody reads it. Data only."""
 
+import math
 from typing import NamedTuple
+
+# Bytes of an element, of dtypes that take more than one.
+_ELEMENT_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+}  # fmt: skip
 
 
 class TensorInfo(NamedTuple):
@@ -10,3 +16,8 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor as it is stored."""
+        return math.prod(self.shape) * _ELEMENT_BYTES.get(self.dtype, 1)

@@ -36,7 +36,6 @@ from backend_engine.quantization.weight_scheme import WeightScheme
 
 _META = torch.device("meta")
 _EMBEDDINGS, _LAYERS, _HEAD, _ROTARIES = "embed_", "layers.", ("norm.", "lm_head."), "rotaries."
-_BYTES_OF_OTHERS = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
 class PlannedWeight(NamedTuple):
@@ -135,9 +134,9 @@ def plan_plain_files(files: TensorFiles, vocab_size: int | None, options: Tensor
     """
     found = []
     for name in files:
-        shape, dtype = files.describe(name)
-        is_floating = dtype in FLOAT_DTYPES
-        size = math.prod(shape) * (options.dtype.itemsize if is_floating else _BYTES_OF_OTHERS.get(dtype, 1))
+        info = files.describe(name)
+        is_floating = info.dtype in FLOAT_DTYPES
+        size = math.prod(info.shape) * options.dtype.itemsize if is_floating else info.num_bytes
         found.append(PlannedWeight(name, options.dtype if is_floating else torch.uint8, size, size))
     tables = [w for w in found if len(shape := files.describe(w.name).shape) == 2 and shape[0] == vocab_size]
     if len(tables) == 1 and _packs(options):
