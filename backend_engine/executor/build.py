@@ -11,6 +11,7 @@ import torch
 
 from backend_engine import envs
 from backend_engine.admission import AdmissionLimits
+from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.generation_config import generation_defaults, sampling_defaults
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.engine_args import EngineArgs
@@ -57,15 +58,16 @@ class Engine(NamedTuple):
 def create_engine(args: EngineArgs) -> Engine:
     """Load the model and put everything together. ``ModelLoadError`` or ``ConfigError`` in one line."""
     started = time.monotonic()
-    resolved = resolve(args, describe_model(args.model, args.model_backend, args.trust_remote_code), device_info())
+    checkpoint = open_checkpoint(args.model)
+    resolved = resolve(args, describe_model(checkpoint, args.model_backend, args.trust_remote_code), device_info())
     config = resolved.config
     for reason in resolved.reasons:
         _logger.info("chosen: %s", reason)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    planned = _planned_memory(config)
+    planned = _planned_memory(config, checkpoint)
     loaded = load_model(
-        config.model_dir,
+        checkpoint,
         config.dtype,
         config.device,
         Implementations(config.attention_backend, config.operators),
@@ -86,17 +88,17 @@ def create_engine(args: EngineArgs) -> Engine:
         kv_tokens_per_block=config.tokens_per_block,
         max_context_tokens=None if scheduler.enable_chunked_context else scheduler.max_num_tokens,
         positions_switch_at=loaded.traits.positions_switch_at,
-        end_ids=frozenset(generation_defaults(open_checkpoint(config.model_dir)).end_ids),
-        sampling_defaults=_sampling_defaults(args),
+        end_ids=frozenset(generation_defaults(checkpoint).end_ids),
+        sampling_defaults=_sampling_defaults(args, checkpoint),
     )
     _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, config)
     return Engine(executor, limits, config)
 
 
-def _sampling_defaults(args: EngineArgs) -> SamplingDefaults:
+def _sampling_defaults(args: EngineArgs, checkpoint: Checkpoint) -> SamplingDefaults:
     if args.generation_config == "ignore":
         return SamplingDefaults()
-    defaults = sampling_defaults(open_checkpoint(args.model))
+    defaults = sampling_defaults(checkpoint)
     _logger.info("requests that leave these unset take the model's: %s", defaults)
     return defaults
 
@@ -106,9 +108,9 @@ def device_info() -> DeviceInfo:
     return DeviceInfo(torch.cuda.is_available(), len(os.sched_getaffinity(0)))
 
 
-def _planned_memory(config: EngineConfig) -> MemoryUse:
+def _planned_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryUse:
     """What weights and cache will take, by the files' headers and the memory that is free before they are read."""
-    plan = plan_memory(config.model_dir, config.dtype, config.device, config.model_backend, config.trust_remote_code)
+    plan = plan_memory(checkpoint, config.dtype, config.device, config.model_backend, config.trust_remote_code)
     if plan is None:
         return MemoryUse()
     if plan.cache_specs is None:

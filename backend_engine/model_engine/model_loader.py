@@ -19,14 +19,14 @@ from backend_engine.plugins.catalog import ARCHITECTURES, MODEL_BACKENDS
 from backend_engine.quantization.quant_method import TensorOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Where a model lies, or what was found when it was opened there.
+ModelPath = str | os.PathLike[str] | Checkpoint
 _NATIVE, _TRANSFORMERS = "native", "transformers"
 
 
-def describe_model(
-    model_dir: str | os.PathLike[str], model_backend: str = "auto", trust_remote_code: bool = False
-) -> ModelFacts:
+def describe_model(model: ModelPath, model_backend: str = "auto", trust_remote_code: bool = False) -> ModelFacts:
     """What is known of the model before it is loaded; see ``load_model`` for arguments and errors."""
-    checkpoint = open_checkpoint(model_dir)
+    checkpoint = _opened(model)
     source = _source(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     try:
@@ -38,7 +38,7 @@ def describe_model(
 
 
 def plan_memory(
-    model_dir: str | os.PathLike[str],
+    model: ModelPath,
     dtype: str,
     device: str,
     model_backend: str = "auto",
@@ -48,14 +48,14 @@ def plan_memory(
     """The memory that ``load_model`` would take, from the files' headers; ``None`` where only loading tells. ``tp``:
     ranks that the model is divided over, a plan only. Raises as ``load_model`` does for what the headers show.
     """
-    checkpoint = open_checkpoint(model_dir)
+    checkpoint = _opened(model)
     source = _source(checkpoint, trust_remote_code)
     tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
     return _backend(source, model_backend).plan(source, checkpoint, tensors, tp)
 
 
 def load_model(
-    model_dir: str | os.PathLike[str],
+    model: ModelPath,
     dtype: str,
     device: str,
     implementations: Implementations = Implementations(),
@@ -71,12 +71,16 @@ def load_model(
     trust_remote_code: whether code in the folder may run. Raises ``ModelLoadError`` for what is wrong with the folder,
     ``ConfigError`` for an attention backend that cannot serve the model.
     """
-    checkpoint = open_checkpoint(model_dir)
+    checkpoint = _opened(model)
     source = _source(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
     options = LoadOptions(tensors, implementations, max_attention_window or (), progress)
     return backend.load(source, checkpoint, options)
+
+
+def _opened(model: ModelPath) -> Checkpoint:
+    return model if isinstance(model, Checkpoint) else open_checkpoint(model)
 
 
 def _source(checkpoint: Checkpoint, trust_remote_code: bool) -> ModelSource:
