@@ -41,6 +41,18 @@ class WeightScheme(ABC):
         the input. Leading dimensions of the components are those of the result.
         """
 
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        """Columns of the weight that the components ``tensors`` stand for; needed by ``columns`` alone."""
+        raise ValueError(f"{type(self).__name__} does not say how it is cut by columns")
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        """The components, not yet prepared, of columns ``start`` to ``stop`` of the weight: those of a weight of this
+        scheme with ``stop - start`` columns. Views where possible, of which some have gaps.
+
+        Raises ``ValueError`` (a phrase) where the form cannot be cut there without other numbers coming out.
+        """
+        raise ValueError(f"{type(self).__name__} does not say how it is cut by columns")
+
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What ``multiply`` is handed in place of the loaded components; called once. By default the same."""
         return dict(tensors)

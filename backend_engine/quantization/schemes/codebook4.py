@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
-from backend_engine.quantization.schemes.grouped import num_groups, scale_groups
+from backend_engine.quantization.schemes.grouped import check_borders, cut_groups, num_groups, scale_groups
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -62,6 +62,16 @@ class Codebook4(WeightScheme):
             return scales.to(torch.float32)
         powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - _E8M0_BIAS)
         return powers.masked_fill_(scales == _E8M0_NAN, float("nan"))
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return 2 * tensors["codes"].shape[-1]
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        check_borders(start, stop, self.num_columns(tensors), self.group_size, "group")
+        check_borders(start, stop, self.num_columns(tensors), 2, "byte")
+        found = {"codes": tensors["codes"][..., start // 2 : stop // 2]}
+        found |= cut_groups(tensors, start, stop, self.group_size, ("scales",))
+        return {**found, "row_scale": tensors["row_scale"]} if self.has_row_scale else found
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensors["codes"].device.type == "cpu":

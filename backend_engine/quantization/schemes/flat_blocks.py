@@ -39,6 +39,18 @@ class FlatBlocks(WeightScheme):
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return self._of(tensors).decode(tensors)
 
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return self._of(tensors).num_columns(tensors)
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        whole, part = self._of(tensors), self.for_columns(stop - start)
+        if part != whole:
+            raise ValueError(
+                f"columns {start} to {stop} of {self.num_columns(tensors)} would have other groups of their blocks of "
+                f"{self.block_size}"
+            )
+        return whole.columns(tensors, start, stop)
+
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._of(tensors).prepare(tensors)
 

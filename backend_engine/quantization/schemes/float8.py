@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
-from backend_engine.quantization.schemes.grouped import num_groups, scale_groups
+from backend_engine.quantization.schemes.grouped import check_borders, cut_groups, num_groups, scale_groups
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
 FLOAT8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -29,6 +29,14 @@ class Float8(WeightScheme):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return scale_groups(tensors["codes"].to(torch.float32), tensors["scales"], self.group_size)
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["codes"].shape[-1]
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        check_borders(start, stop, self.num_columns(tensors), self.group_size or 1, "group")
+        codes = tensors["codes"][..., start:stop]
+        return {"codes": codes, **cut_groups(tensors, start, stop, self.group_size, ("scales",))}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensors["codes"].device.type == "cpu":

@@ -3,6 +3,8 @@
 A row of ``n`` columns has ``num_groups(n, size)`` groups of ``size`` columns, of which the last may be shorter.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,22 @@ def unpack_nibbles(codes: Tensor) -> Tensor:
 def pack_nibbles(values: Tensor) -> Tensor:
     """uint8 ``[..., 2 * n]`` below 16 -> uint8 ``[..., n]``; the other way round."""
     return values[..., ::2] | (values[..., 1::2] << 4)
+
+
+def check_borders(start: int, stop: int, num_columns: int, size: int, what: str) -> None:
+    """Raise ``ValueError`` where a border of columns ``start`` to ``stop`` of a row lies within a ``what`` of ``size``
+    columns. The end of the row is a border of the last one.
+    """
+    assert 0 <= start < stop <= num_columns, f"columns {start} to {stop} of {num_columns}"
+    if start % size or (stop % size and stop != num_columns):
+        raise ValueError(f"columns {start} to {stop} of {num_columns} begin or end within a {what} of {size} columns")
+
+
+def cut_groups(
+    tensors: Mapping[str, Tensor], start: int, stop: int, group_size: int | None, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Components ``names``, of which there is one for each group, of those groups; borders have been checked."""
+    if group_size is None:
+        return {name: tensors[name] for name in names}
+    groups = slice(start // group_size, -(-stop // group_size))
+    return {name: tensors[name][..., groups] for name in names}

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from backend_engine.ops.packed_products import Codes, PackedWeight, multiply_packed, packed_products
-from backend_engine.quantization.schemes.grouped import num_groups, per_column, scale_groups, unpack_nibbles
+from backend_engine.quantization.schemes.grouped import (
+    check_borders,
+    cut_groups,
+    num_groups,
+    per_column,
+    scale_groups,
+    unpack_nibbles,
+)
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
 ZEROS = ("midpoint", "codes", "offsets")
+_ZERO_COMPONENTS: dict[str, tuple[str, ...]] = {"midpoint": (), "codes": ("zeros",), "offsets": ("offsets",)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,16 @@ class GroupwiseInt(WeightScheme):
         if self.zero == "offsets":
             values += per_column(tensors["offsets"], self.group_size, values.shape[-1])
         return values
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["codes"].shape[-1] * (8 // self.bits)
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        check_borders(start, stop, self.num_columns(tensors), self.group_size or 1, "group")
+        check_borders(start, stop, self.num_columns(tensors), 8 // self.bits, "byte")
+        codes = tensors["codes"][..., start * self.bits // 8 : stop * self.bits // 8]
+        by_group = ("scales", *_ZERO_COMPONENTS[self.zero])
+        return {"codes": codes, **cut_groups(tensors, start, stop, self.group_size, by_group)}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensors["codes"].device.type == "cpu":

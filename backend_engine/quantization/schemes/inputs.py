@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backend_engine.quantization.schemes.grouped import check_borders
 from backend_engine.quantization.schemes.rounding import KINDS, round_tokens, round_tokens_between
 from backend_engine.quantization.weight_scheme import Component, WeightScheme
 
@@ -27,6 +28,15 @@ class ReorderedInput(WeightScheme):
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         stored = self.weight.decode(tensors)
         return torch.empty_like(stored).index_copy_(-1, tensors["order"], stored)
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["order"].shape[0]
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        order = tensors["order"][start:stop] - start
+        if not torch.equal(order.sort().values, torch.arange(stop - start, device=order.device)):
+            raise ValueError(f"the order of columns moves some across the borders of columns {start} to {stop}")
+        return {**self.weight.columns(tensors, start, stop), "order": order}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**self.weight.prepare(tensors), "order": tensors["order"]}
@@ -47,6 +57,12 @@ class FactoredInput(WeightScheme):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.weight.decode(tensors) * tensors["factors"]
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["factors"].shape[0]
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        return {**self.weight.columns(tensors, start, stop), "factors": tensors["factors"][start:stop]}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**self.weight.prepare(tensors), "factors": tensors["factors"]}
@@ -83,6 +99,20 @@ class RoundedInput(WeightScheme):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.weight.decode(tensors)
+
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return self.weight.num_columns(tensors)
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        num_columns = self.num_columns(tensors)
+        # NVFP4 has scales of the token's own even where the checkpoint brings a number.
+        has_own_scales = not self.is_static or KINDS[self.kind].scales == "e4m3"
+        if has_own_scales and self.group_size is not None:
+            check_borders(start, stop, num_columns, self.group_size, "group of the input")
+        elif has_own_scales and stop - start < num_columns:
+            raise ValueError(f"a token's scale is that of all {num_columns} columns, not of columns {start} to {stop}")
+        own = {name: tensors[name] for name in self._own_names()}
+        return {**self.weight.columns(tensors, start, stop), **own}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**self.weight.prepare(tensors), **{name: tensors[name] for name in self._own_names()}}

@@ -22,5 +22,11 @@ class Plain(WeightScheme):
     def decode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"].to(torch.float32)
 
+    def num_columns(self, tensors: Mapping[str, Tensor]) -> int:
+        return tensors["weight"].shape[-1]
+
+    def columns(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+        return {"weight": tensors["weight"][..., start:stop]}
+
     def multiply(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.linear(x, tensors["weight"].to(x.dtype))
