@@ -26,6 +26,7 @@ class ClampedSwiglu:
         return ops.clamped_swiglu(x, self.alpha, self.limit)
 
 
+# Each is ``f(gate) * up``; see ``multiplies_up``.
 GATED: dict[str, Activation] = {
     "silu": lambda ops, x: ops.silu_and_mul(x),
     "swish": lambda ops, x: ops.silu_and_mul(x),
@@ -43,3 +44,8 @@ PLAIN: dict[str, Activation] = {
     "relu2": lambda ops, x: ops.relu(x).square(),
     "silu": lambda ops, x: ops.silu(x),
 }
+
+
+def multiplies_up(act: Activation) -> bool:
+    """Whether a gated activation is known to be linear in ``up``."""
+    return any(act is known for known in GATED.values())

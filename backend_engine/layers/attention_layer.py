@@ -12,6 +12,7 @@ from backend_engine.layers.linear import Linear
 from backend_engine.layers.norm import NormDecl, create_norm
 from backend_engine.layers.parts import LayerStep, ModelParts
 from backend_engine.layers.rotary import RopeDecl
+from backend_engine.layers.smoothing import Rows, Smoothing
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,17 @@ class AttentionLayer(nn.Module):
         if decl.has_sinks:
             sinks = torch.empty(spec.num_heads, dtype=options.dtype, device=options.device)
             self.sinks = nn.Parameter(sinks, requires_grad=False)
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The products that read the layer's input."""
+        return (self.qkv_proj,)
+
+    def smoothable(self) -> list[Smoothing]:
+        """See ``Smoothing``; those within the layer: values and what is made of them, unless heads share values."""
+        if self.spec.num_kv_heads != self.spec.num_heads:
+            return []
+        q_size, k_size, v_size = self.qkv_proj.out_sizes
+        return [Smoothing(Rows(self.qkv_proj, q_size + k_size, v_size), (self.o_proj,))]
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """``x [num_tokens, hidden_size]`` -> the same."""

@@ -17,6 +17,7 @@ from backend_engine.layers.linear import Linear
 from backend_engine.layers.norm import RMSNorm, RmsNormDecl
 from backend_engine.layers.parts import LayerStep, ModelParts
 from backend_engine.layers.rotary import RopeDecl
+from backend_engine.layers.smoothing import Smoothing
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,14 @@ class LatentAttention(nn.Module):
         self._into_keys = by_head[:, : self._decl.nope_dim].contiguous()
         self._into_values = by_head[:, self._decl.nope_dim :].transpose(1, 2).contiguous()
         self.kv_b_proj = None
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The products that read the layer's input."""
+        return (self.q_proj if self._decl.q_rank is None else self.q_a_proj, self.kv_a_proj)
+
+    def smoothable(self) -> list[Smoothing]:
+        """See ``Smoothing``; those within the layer. What becomes of keys and values is no product once loaded."""
+        return [] if self._decl.q_rank is None else [Smoothing(self.q_a_norm, (self.q_b_proj,))]
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """``x [num_tokens, hidden_size]`` -> the same."""

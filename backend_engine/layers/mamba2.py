@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from backend_engine.core.kv_spec import StateSpec
 from backend_engine.layers.linear import Linear
 from backend_engine.layers.parts import LayerStep, ModelParts
+from backend_engine.layers.smoothing import Smoothing
 from backend_engine.layers.state_plan import LongRows, SingleRows
 from backend_engine.ops.state_space import ScanInputs, advance, chunk_scan, shifted_sum
 from backend_engine.quantization.quant_method import TensorOptions
@@ -72,6 +73,14 @@ class Mamba2(nn.Module):
         self.d = _empty((decl.num_heads,), exact)
         self.norm = _GatedNorm(decl, exact)
         self.out_proj = Linear(decl.inner_size, (hidden_size,), parts.quant, parts.options, decl.bias)
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The products that read the layer's input."""
+        return (self.in_proj,)
+
+    def smoothable(self) -> list[Smoothing]:
+        """See ``Smoothing``; those within the layer."""
+        return [Smoothing(self.norm, (self.out_proj,))]
 
     def forward(self, x: Tensor, step: LayerStep) -> Tensor:
         """Moves the states of the step's rows on, in the blocks that ``step.states`` names."""

@@ -14,6 +14,7 @@ from backend_engine.layers.linear import Linear
 from backend_engine.layers.mlp import GatedMlp, GatedMlpDecl
 from backend_engine.layers.parts import ModelParts
 from backend_engine.layers.routing import Router, RoutingDecl, sigmoid
+from backend_engine.layers.smoothing import Smoothing
 from backend_engine.quantization.unquantized import Unquantized
 
 
@@ -42,7 +43,8 @@ class SparseMoe(nn.Module):
         assert decl.shared_size or not decl.shared_gate, "a gate on a shared layer that does not exist"
         expert = GatedMlpDecl(decl.size, decl.act, decl.bias)
         self.router = Router(decl.routing, hidden_size, parts.options)
-        self.experts = nn.ModuleList(GatedMlp(expert, hidden_size, parts) for _ in range(decl.routing.num_experts))
+        experts = [GatedMlp(expert, hidden_size, parts) for _ in range(decl.routing.num_experts)]
+        self.experts = nn.ModuleList(experts)
         self.shared: GatedMlp | None = None
         self.shared_gate: Linear | None = None
         if decl.shared_size:
@@ -50,9 +52,21 @@ class SparseMoe(nn.Module):
         if decl.shared_gate:
             self.shared_gate = Linear(hidden_size, (1,), Unquantized(), parts.options, bias=False)
         # The same modules: looking one up in a ModuleList costs as much as a small product.
-        self._experts = tuple(self.experts)
+        self._experts = tuple(experts)
         self._act = decl.act
         self._ops = parts.ops
+
+    def readers(self) -> tuple[Linear, ...]:
+        """The products that read the layer's input, the router first."""
+        gates = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router, *gates, *(reader for mlp in self._gated() for reader in mlp.readers()))
+
+    def smoothable(self) -> list[Smoothing]:
+        """See ``Smoothing``; those within the experts and the shared layer."""
+        return [found for mlp in self._gated() for found in mlp.smoothable()]
+
+    def _gated(self) -> tuple[GatedMlp, ...]:
+        return self._experts if self.shared is None else (*self._experts, self.shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape and dtype."""

@@ -46,6 +46,10 @@ class RMSNorm(nn.Module):
         if self._decl.unit_offset:
             self.weight.data.add_(1.0)
 
+    def stored_weight(self) -> Tensor:
+        """The weight as checkpoints store it, whatever has been changed since loading."""
+        return self.weight - 1.0 if self._decl.unit_offset else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self.weight, self._decl.eps)
 

@@ -15,7 +15,11 @@ from backend_engine.layers.mlp import GatedMlp, GatedMlpDecl, PlainMlp, PlainMlp
 from backend_engine.layers.moe import SparseMoe
 from backend_engine.layers.norm import Norm, create_norm
 from backend_engine.layers.parts import LayerStep, ModelParts
+from backend_engine.layers.smoothing import Smoothing
 from backend_engine.models.arch_spec import ArchSpec, MlpDecl
+
+Mixer = AttentionLayer | LatentAttention | Mamba2
+Mlp = GatedMlp | PlainMlp | SparseMoe
 
 
 class Block(nn.Module, ABC):
@@ -35,6 +39,16 @@ class Block(nn.Module, ABC):
         Returns the same of this block.
         """
 
+    @abstractmethod
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        """Whose output the mixer and ``mlp`` read and nothing else does; ``None`` where it is not a norm's."""
+
+    def smoothable(self) -> list[Smoothing]:
+        """See ``Smoothing``; those of the layer, in the order of the computation."""
+        mixer_norm, mlp_norm = self.input_norms()
+        found = [*_before(mixer_norm, self.mixer), *self.mixer.smoothable()]
+        return found if self.mlp is None else [*found, *_before(mlp_norm, self.mlp), *self.mlp.smoothable()]
+
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
@@ -46,6 +60,9 @@ class PreNormBlock(Block):
         super().__init__(spec, layer_idx, parts)
         self.mixer_norm = _norm(spec, parts)
         self.mlp_norm = None if self.mlp is None else _norm(spec, parts)
+
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        return self.mixer_norm, self.mlp_norm
 
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         x, residual = _norm_sum(self.mixer_norm, x, residual)
@@ -64,6 +81,9 @@ class SandwichNormBlock(Block):
         assert self.mlp is not None, f"layer {layer_idx} has nothing between its second pair of norms"
         self.mixer_norm, self.mixer_out_norm, self.mlp_norm, self.mlp_out_norm = (_norm(spec, parts) for _ in range(4))
 
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        return self.mixer_norm, self.mlp_norm
+
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         x, residual = _norm_sum(self.mixer_norm, x, residual)
         x, residual = self.mlp_norm.add(self._scaled(self.mixer_out_norm(self.mixer(x, step))), residual)
@@ -79,6 +99,9 @@ class PostNormBlock(Block):
         assert self.mlp is not None, f"layer {layer_idx} has nothing before its second norm"
         self.mixer_out_norm, self.mlp_out_norm = (_norm(spec, parts) for _ in range(2))
 
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        return None, None
+
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         total = x if residual is None else residual + x
         total = total + self._scaled(self.mixer_out_norm(self.mixer(total, step)))
@@ -93,6 +116,9 @@ class ParallelBlock(Block):
         super().__init__(spec, layer_idx, parts)
         assert self.mlp is not None, f"layer {layer_idx} has nothing beside its mixer"
         self.mixer_norm, self.mlp_norm = (_norm(spec, parts) for _ in range(2))
+
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        return self.mixer_norm, self.mlp_norm
 
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         normed, total = _norm_sum(self.mixer_norm, x, residual)
@@ -117,7 +143,12 @@ def _norm_sum(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, T
     return (norm(x), x) if residual is None else norm.add(x, residual)
 
 
-def _mixer(spec: ArchSpec, layer_idx: int, parts: ModelParts) -> nn.Module:
+def _before(norm: Norm | None, reader: Mixer | Mlp) -> list[Smoothing]:
+    """The norm of a sublayer's input."""
+    return [] if norm is None else [Smoothing(norm, reader.readers())]
+
+
+def _mixer(spec: ArchSpec, layer_idx: int, parts: ModelParts) -> Mixer:
     decl = spec.layers[layer_idx].mixer
     if not isinstance(decl, AttentionDecl | LatentAttentionDecl):
         return Mamba2(decl, layer_idx, spec.hidden_size, parts)
@@ -129,7 +160,7 @@ def _mixer(spec: ArchSpec, layer_idx: int, parts: ModelParts) -> nn.Module:
     return LatentAttention(decl, attention, spec.hidden_size, rope_index, parts)
 
 
-def _mlp(decl: MlpDecl, hidden_size: int, parts: ModelParts) -> nn.Module:
+def _mlp(decl: MlpDecl, hidden_size: int, parts: ModelParts) -> Mlp:
     if isinstance(decl, GatedMlpDecl):
         return GatedMlp(decl, hidden_size, parts)
     if isinstance(decl, PlainMlpDecl):

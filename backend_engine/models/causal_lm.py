@@ -1,7 +1,7 @@
 """``CausalLM``: the one decoder-only model, built from an ``ArchSpec``.
 
-``ModelEngine`` runs it, ``checkpoint/loader.py`` fills its parameters. It knows neither requests nor files, and
-no model by name.
+``ModelEngine`` runs it, ``post_training/block_walk.py`` layer by layer; ``checkpoint/loader.py`` fills its parameters.
+It knows neither requests nor files, and no model by name.
 """
 
 from collections.abc import Sequence
@@ -89,23 +89,37 @@ class CausalLM(nn.Module):
 
         The attention backend must have been prepared for this step. ``caches``: the pool, layer by layer.
         """
-        spec = self.spec
+        x = self.embed(inputs)
+        step = self.layer_step(inputs, caches)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        assert residual is not None, "a model without layers"
+        return self.logits_of(x, residual, inputs.logits_indices)
+
+    def embed(self, inputs: ModelInputs) -> Tensor:
+        """The step's tokens as the first layer takes them, ``[num_tokens, hidden_size]``."""
         x: Tensor = self.embed_tokens(inputs.input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if self.embed_positions is not None:
             x = x + self.embed_positions(inputs.position_ids)
-        step = LayerStep(
+        return x
+
+    def layer_step(self, inputs: ModelInputs, caches: Sequence[LayerCache]) -> LayerStep:
+        """What all layers are run with in the step."""
+        return LayerStep(
             ropes=tuple(rotary(inputs.position_ids, inputs.text_lens) for rotary in self.rotaries),
             caches=caches,
             metadata=inputs.attention,
             states=StatePlan.of(inputs.attention) if self._has_states else None,
         )
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, step)
-        assert residual is not None, "a model without layers"
-        wanted = inputs.logits_indices
+
+    def logits_of(self, x: Tensor, residual: Tensor, wanted: Tensor) -> Tensor:
+        """Float32 logits ``[len(wanted), vocab_size]`` of the tokens at ``wanted`` (int32), of what the last layer
+        gives.
+        """
+        spec = self.spec
         if wanted.shape[0] == 0:
             return torch.empty(0, spec.vocab_size, device=x.device)
         x, _ = self.norm.add(x.index_select(0, wanted), residual.index_select(0, wanted))
