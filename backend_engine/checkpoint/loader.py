@@ -6,12 +6,11 @@ the files' headers before anything is copied. Packed weights keep their form. Ea
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from backend_engine.checkpoint.kv_scales import find_kv_scales, read_kv_scales
+from backend_engine.checkpoint.kv_scales import find_kv_scales
 from backend_engine.checkpoint.stored_weights import StoredWeights, missing
 from backend_engine.errors import ModelLoadError
 from backend_engine.models.weight_plan import Plan, plan
@@ -25,39 +24,31 @@ from backend_engine.quantization.weight_scheme import WeightScheme
 Progress = Callable[[int, int, str], None]
 
 
-class LoadReport(NamedTuple):
-    """with_nan: tensors of the checkpoint that hold NaN, in the order read: a model with such weights is loaded, but
-    what it says is worth little. kv_scales: the scales of K and V in a layer's cache, where the checkpoint has them.
+def fill_weights(
+    todo: Plan, stored: StoredWeights, targets: Mapping[str, LoadTarget], progress: Progress | None = None
+) -> tuple[str, ...]:
+    """Fill ``targets``, all that ``check_weights`` was given or some of them; plain tensors are converted to the
+    target's dtype, packed ones give a layer its form. Those that one of the checkpoint's tensors fills together are
+    best given together, since it is read each time.
+
+    Returns the tensors that hold NaN, in the order read: a model with such weights is loaded, but what it says is worth
+    little.
     """
-
-    with_nan: tuple[str, ...]
-    kv_scales: Mapping[int, tuple[float, float]]
-
-
-def load_weights(
-    stored: StoredWeights,
-    targets: Mapping[str, LoadTarget],
-    rules: Sequence[Rule],
-    where: str,
-    progress: Progress | None = None,
-) -> LoadReport:
-    """Fill every target; plain tensors are converted to its dtype, packed ones give a layer its form.
-
-    ``where``: what messages call the checkpoint.
-    """
-    todo = check_weights(stored, targets, rules, where)
-    _choose_forms(todo, stored, targets)
+    wanted = {name: [copy for copy in copies if copy.parameter in targets] for name, copies in todo.copies.items()}
+    chosen = {name: copies for name, copies in wanted.items() if copies}
+    _choose_forms(chosen, stored, targets)
     with_nan: list[str] = []
     # Duplicates last: what they must equal has been filled by then.
-    names = [*todo.copies, *(name for name in todo.duplicates if name in stored)]
+    duplicates = {name: parameter for name, parameter in todo.duplicates.items() if parameter in targets}
+    names = [*chosen, *(name for name in duplicates if name in stored)]
     for done, name in enumerate(names, start=1):
-        if name in todo.copies:
-            with_nan += _fill_from(todo.copies[name], stored, targets)
+        if name in chosen:
+            with_nan += _fill_from(chosen[name], stored, targets)
         else:
-            _compare(stored, name, todo.duplicates[name], targets)
+            _compare(stored, name, duplicates[name], targets)
         if progress is not None:
             progress(done, len(names), name)
-    return LoadReport(tuple(with_nan), read_kv_scales(stored.files, find_kv_scales(stored.files)))
+    return tuple(with_nan)
 
 
 def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rules: Sequence[Rule], where: str) -> Plan:
@@ -84,15 +75,15 @@ def check_weights(stored: StoredWeights, targets: Mapping[str, LoadTarget], rule
     return todo
 
 
-def _choose_forms(todo: Plan, stored: StoredWeights, targets: Mapping[str, LoadTarget]) -> None:
+def _choose_forms(sources: Mapping[str, list[Copy]], stored: StoredWeights, targets: Mapping[str, LoadTarget]) -> None:
     """Tell every layer how its weight is kept: plain if all of its sources are, else part by part."""
     by_parameter: dict[str, list[Copy]] = {}
-    for copies in todo.copies.values():
+    for copies in sources.values():
         for copy in copies:
             by_parameter.setdefault(copy.parameter, []).append(copy)
     for parameter, copies in by_parameter.items():
         layer = targets[parameter].layer
-        if layer is None:
+        if layer is None or (layer.weight is not None and not layer.quant.gives_way):
             continue
         copies.sort(key=lambda copy: copy.start)
         schemes = [_scheme(copy, stored) for copy in copies]
@@ -112,7 +103,8 @@ def _fill_from(copies: Sequence[Copy], stored: StoredWeights, targets: Mapping[s
     """Read one source and fill all that is made of it. Returns its name if it holds NaN."""
     name = copies[0].source.name
     tensors = stored.read(copies[0])
-    if stored.format_of(name) is None:
+    packing = stored.format_of(name)
+    if packing is None:
         numbers = tensors
         (plain,) = tensors.values()
         for copy in copies:
@@ -120,7 +112,11 @@ def _fill_from(copies: Sequence[Copy], stored: StoredWeights, targets: Mapping[s
     else:
         numbers = stored.unpack(copies[0], tensors)
         for copy in copies:
-            _fill_packed(targets[copy.parameter], copy, numbers)
+            target = targets[copy.parameter]
+            if target.layer is None or target.layer.packed_parts:
+                _fill_packed(target, copy, numbers)
+            else:
+                _fill_decoded(target, copy, packing.scheme, numbers)
     with_nan = [name for tensor in numbers.values() if _has_nan(tensor)]
     for full_name, tensor in zip(stored.tensors_of(copies[0]), tensors.values(), strict=True):
         stored.files.release(full_name, tensor)
@@ -137,6 +133,13 @@ def _fill_plain(target: LoadTarget, copy: Copy, rows: Tensor) -> None:
     tensor = target.tensor if layer is None else layer.weight
     assert tensor is not None, copy.parameter
     tensor[copy.start : copy.start + copy.rows].copy_(rows)
+
+
+def _fill_decoded(target: LoadTarget, copy: Copy, scheme: WeightScheme, components: Mapping[str, Tensor]) -> None:
+    """Only the rows of ``copy`` are decoded: a source may hold those of many experts."""
+    described = scheme.components(target.shape[1])
+    rows = {name: copy.pick_packed(part) if described[name].per_row else part for name, part in components.items()}
+    _fill_plain(target, copy, scheme.decode(rows))
 
 
 def _fill_packed(target: LoadTarget, copy: Copy, components: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,9 @@ exactly is missing, the loader tells. Builds and reads nothing.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
-from backend_engine.checkpoint.stored_weights import StoredWeights
+from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
 from backend_engine.layers.attention_layer import AttentionDecl
 from backend_engine.layers.latent_attention import LatentAttentionDecl
@@ -20,19 +21,21 @@ _BITS = {"BOOL": 8, "I64": 64, "F64": 64, "U64": 64, "F32": 32, "I32": 32, "U32"
 _BITS_OF_OTHERS = 16
 
 
-def check_claims(spec: ArchSpec, stored: StoredWeights) -> None:
-    """Raises ``ModelLoadError`` for a model of more weights than the files have bits, or more layers than tensors."""
-    if spec.num_layers > len(stored):
+def check_claims(spec: ArchSpec, tensors: Sequence[TensorInfo], origin: str) -> None:
+    """``tensors``: all that the files hold. ``origin``: what the configuration was found in.
+
+    Raises ``ModelLoadError`` for a model of more weights than they have bits, or more layers than tensors.
+    """
+    if spec.num_layers > len(tensors):
         raise ModelLoadError(
-            f"{stored.origin}: num_hidden_layers is {spec.num_layers}, but the checkpoint holds {len(stored)} tensors; "
+            f"{origin}: num_hidden_layers is {spec.num_layers}, but the checkpoint holds {len(tensors)} tensors; "
             "expected at least one for each layer"
         )
-    shapes = (stored.files.describe(name) for name in stored)
-    num_bits = sum(math.prod(info.shape) * _BITS.get(info.dtype, _BITS_OF_OTHERS) for info in shapes)
+    num_bits = sum(math.prod(info.shape) * _BITS.get(info.dtype, _BITS_OF_OTHERS) for info in tensors)
     claimed = num_weights(spec)
     if claimed > num_bits:
         raise ModelLoadError(
-            f"{stored.origin}: its sizes (hidden_size {spec.hidden_size}, vocab_size {spec.vocab_size}, "
+            f"{origin}: its sizes (hidden_size {spec.hidden_size}, vocab_size {spec.vocab_size}, "
             f"num_hidden_layers {spec.num_layers}, widths of heads, layers and experts) make a model of {claimed} "
             f"weights, but the files of the checkpoint hold {num_bits} bits; expected sizes that they can hold"
         )

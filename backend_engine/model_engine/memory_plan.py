@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from backend_engine.attention.torch_attention import TorchAttention
-from backend_engine.checkpoint.loader import check_weights
 from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.core.kv_spec import CacheSpec
 from backend_engine.errors import ConfigError
@@ -23,10 +22,9 @@ from backend_engine.layers.linear import Linear
 from backend_engine.layers.moe import SparseMoe
 from backend_engine.layers.parts import ModelParts
 from backend_engine.model_engine.rank_spec import per_rank, rank_of
+from backend_engine.model_engine.weight_source import PlannedRows, WeightSource
 from backend_engine.models.arch_spec import ArchSpec
 from backend_engine.models.causal_lm import CausalLM
-from backend_engine.models.weight_plan import Plan
-from backend_engine.models.weight_rules import Rule
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.quantization.deferred import Deferred
 from backend_engine.quantization.quant_method import TensorOptions, WeightedLayer
@@ -69,13 +67,13 @@ class MemoryPlan:
         """What each layer keeps in the cache of one rank."""
         return None if self.rank_spec is None else self.rank_spec.cache_specs
 
-    def stages(self, pp: int) -> list[range]:
+    def stages(self, pp: int, setting: str = "pp") -> list[range]:
         """The layers of each of ``pp`` stages, the first ones with one more where they are not all equal. Raises
-        ``ConfigError`` where there are fewer layers.
+        ``ConfigError``, which calls the number ``setting``, where there are fewer layers.
         """
         num_layers = 1 if self.spec is None else self.spec.num_layers
         if pp > num_layers:
-            raise ConfigError(f"pp {pp} is more than the model can be divided into; use {_up_to(num_layers)}")
+            raise ConfigError(f"{setting} {pp} is more than the model can be divided into; use {_up_to(num_layers)}")
         size, more = divmod(num_layers, pp)
         starts = [stage * size + min(stage, more) for stage in range(pp + 1)]
         return [range(a, b) for a, b in itertools.pairwise(starts)]
@@ -85,23 +83,25 @@ class MemoryPlan:
         stages = self.stages(pp)
         found = [0] * pp
         for weight in self.weights:
-            for stage in self._stages_of(weight.name, stages):
+            for stage in stages_of(weight.name, stages):
                 found[stage] += weight.rank_bytes
         is_tied = self.spec is not None and self.spec.tie_embeddings
         if pp > 1 and is_tied and not any(weight.name.startswith("lm_head.") for weight in self.weights):
             found[-1] += sum(w.rank_bytes for w in self.weights if w.name.startswith("embed_tokens."))
         return found
 
-    def _stages_of(self, name: str, stages: Sequence[range]) -> Sequence[int]:
-        if len(stages) == 1 or name.startswith(_EMBEDDINGS):
-            return [0]
-        if name.startswith(_ROTARIES):
-            return range(len(stages))
-        if name.startswith(_HEAD):
-            return [len(stages) - 1]
-        assert name.startswith(_LAYERS), f"{name} belongs to no stage"
-        layer = int(name.split(".")[1])
-        return [next(i for i, layers in enumerate(stages) if layer in layers)]
+
+def stages_of(name: str, stages: Sequence[range]) -> Sequence[int]:
+    """Which of ``stages`` hold the model's tensor ``name``; a head that is tied to the embeddings has none."""
+    if len(stages) == 1 or name.startswith(_EMBEDDINGS):
+        return [0]
+    if name.startswith(_ROTARIES):
+        return range(len(stages))
+    if name.startswith(_HEAD):
+        return [len(stages) - 1]
+    assert name.startswith(_LAYERS), f"{name} belongs to no stage"
+    layer = int(name.split(".")[1])
+    return [next(i for i, layers in enumerate(stages) if layer in layers)]
 
 
 class HeadersOnly(StoredWeights):
@@ -112,18 +112,16 @@ class HeadersOnly(StoredWeights):
         return module != name and self.format_of(module + ".weight") is not None
 
 
-def plan_native(
-    spec: ArchSpec, rules: Sequence[Rule], stored: StoredWeights, where: str, options: TensorOptions, tp: int
-) -> MemoryPlan:
-    """The plan of a model of our own layers, for one of ``tp`` ranks. ``where``: what messages call the checkpoint.
+def plan_native(spec: ArchSpec, source: WeightSource, options: TensorOptions, tp: int) -> MemoryPlan:
+    """The plan of a model of our own layers, for one of ``tp`` ranks.
 
     Raises ``ModelLoadError`` where the files do not hold the model, ``ConfigError`` for a ``tp`` it cannot have.
     """
     rank_spec = rank_of(spec, tp)
-    model = _outline(spec, options.dtype)
-    todo = check_weights(stored, model.load_targets(), rules, where)
-    rank_model = model if tp == 1 else _outline(rank_spec, options.dtype)
-    weights = _Weights(model, _rows_by_parameter(todo, stored), options, tp)
+    model = outline(spec, options.dtype)
+    rows = source.check(model)
+    rank_model = model if tp == 1 else outline(rank_spec, options.dtype)
+    weights = _Weights(model, rows, options, tp)
     found = [planned for path, module in model.named_modules() for planned in weights.of(path, module, rank_model)]
     return MemoryPlan(tuple(found), spec, rank_spec)
 
@@ -144,18 +142,10 @@ def plan_plain_files(files: TensorFiles, vocab_size: int | None, options: Tensor
     return MemoryPlan(tuple(found))
 
 
-class _Rows(NamedTuple):
-    """Rows of a weight that come from one source; ``scheme``: how they stay packed, ``None`` = plain."""
-
-    start: int
-    num_rows: int
-    scheme: WeightScheme | None
-
-
 class _Weights:
     """What the modules of ``model`` will keep. ``rows``: of the parameters that are layers' weights, by name."""
 
-    def __init__(self, model: CausalLM, rows: Mapping[str, list[_Rows]], options: TensorOptions, tp: int) -> None:
+    def __init__(self, model: CausalLM, rows: Mapping[str, list[PlannedRows]], options: TensorOptions, tp: int) -> None:
         self._model = model
         self._rows = rows
         self._options = options
@@ -204,7 +194,7 @@ class _Weights:
             for part in rows:
                 yield self._packed(name, part, layer, rank_layer)
 
-    def _packed(self, name: str, part: _Rows, layer: WeightedLayer, rank_layer: WeightedLayer) -> PlannedWeight:
+    def _packed(self, name: str, part: PlannedRows, layer: WeightedLayer, rank_layer: WeightedLayer) -> PlannedWeight:
         (_, columns), (_, rank_columns) = layer.weight_shape, rank_layer.weight_shape
         if part.scheme is None:
             row_bytes, fixed = columns * layer.options.dtype.itemsize, 0
@@ -228,7 +218,7 @@ def _scheme_bytes(scheme: WeightScheme, columns: int) -> tuple[int, int]:
     return row, fixed
 
 
-def _rank_rows(part: _Rows, sizes: Sequence[int], rank_sizes: Sequence[int]) -> int:
+def _rank_rows(part: PlannedRows, sizes: Sequence[int], rank_sizes: Sequence[int]) -> int:
     """How many of the rows a rank holds, given the widths of the fused outputs of the whole and of the rank."""
     found, start = 0, 0
     for size, rank_size in zip(sizes, rank_sizes, strict=True):
@@ -243,23 +233,13 @@ def _sizes(layer: WeightedLayer) -> tuple[int, ...]:
     return layer.out_sizes if isinstance(layer, Linear) else layer.weight_shape[:1]
 
 
-def _rows_by_parameter(todo: Plan, stored: StoredWeights) -> dict[str, list[_Rows]]:
-    found: dict[str, list[_Rows]] = {}
-    for copies in todo.copies.values():
-        packing = stored.format_of(copies[0].source.name)
-        for copy in copies:
-            rows = _Rows(copy.start, copy.rows, None if packing is None else packing.scheme)
-            found.setdefault(copy.parameter, []).append(rows)
-    return found
-
-
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False), *vars(module).items())
     return {name: tensor for name, tensor in named if isinstance(tensor, Tensor)}
 
 
-def _outline(spec: ArchSpec, dtype: torch.dtype) -> CausalLM:
-    """The model without memory."""
+def outline(spec: ArchSpec, dtype: torch.dtype) -> CausalLM:
+    """The model without memory, its weights without a form yet."""
     ops = TorchOps()
     attention = TorchAttention(ops, torch.device("cpu"))
     parts = ModelParts(ops, attention, Deferred(Unquantized(pack=False)), TensorOptions(dtype, _META))

@@ -30,13 +30,15 @@ class Implementations(NamedTuple):
 
 class LoadOptions(NamedTuple):
     """How a model is loaded. max_windows: upper bounds of the layers' sliding
-    windows, repeated over the layers.
+    windows, repeated over the layers. plain_weights: every weight is a plain tensor of the layer, decoded where the
+    checkpoint packs it and in no library's form, so that it can be read and changed.
     """
 
     tensors: TensorOptions
     implementations: Implementations = Implementations()
     max_windows: tuple[int, ...] = ()
     progress: Progress | None = None
+    plain_weights: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """``rank_of``: what one rank of a tensor-parallel group would hold of a model, as a model of its own.
 
-Arithmetic for ``memory_plan.py``: the engine runs on one device. Heads, inner widths and the vocabulary are divided;
-heads of keys and values and groups of a state space that are fewer than the ranks are on several of them; experts go to
-the ranks whole; norms, routers and compressed vectors are on all.
+Arithmetic for ``memory_plan.py`` and ``rank_shards.py``: the engine runs on one device. Heads, inner widths and the
+vocabulary are divided; heads of keys and values and groups of a state space that are fewer than the ranks are on
+several of them; experts go to the ranks whole; norms, routers and compressed vectors are on all.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ from backend_engine.layers.moe import MoeDecl
 from backend_engine.models.arch_spec import ArchSpec, LayerDecl, MixerDecl, MlpDecl
 
 
-def rank_of(spec: ArchSpec, tp: int) -> ArchSpec:
+def rank_of(spec: ArchSpec, tp: int, setting: str = "tp") -> ArchSpec:
     """The share of rank 0 of ``tp``, no other's is larger. A layer of experts keeps its number of them, of
-    which the rank holds ``per_rank``. Raises ``ConfigError`` for a ``tp`` that does not divide the heads.
+    which the rank holds ``per_rank``. Raises ``ConfigError``, which calls the number ``setting``, for a ``tp`` that
+    does not divide the heads.
     """
     if tp == 1:
         return spec
@@ -25,7 +26,7 @@ def rank_of(spec: ArchSpec, tp: int) -> ArchSpec:
     if not all(_divides(tp, mixer) for mixer in mixers):
         most = max(mixer.num_heads for mixer in mixers)
         allowed = [str(n) for n in range(1, most + 1) if all(_divides(n, mixer) for mixer in mixers)]
-        raise ConfigError(f"tp {tp} does not divide the heads of the model; use {', '.join(allowed)}")
+        raise ConfigError(f"{setting} {tp} does not divide the heads of the model; use {', '.join(allowed)}")
 
     @cache
     def divided(layer: LayerDecl) -> LayerDecl:

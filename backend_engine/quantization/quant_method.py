@@ -5,7 +5,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ class WeightedLayer(nn.Module):
 
 class QuantMethod(ABC):
     """Every method is handed the layer it works on."""
+
+    # Whether a checkpoint that packs a weight decides how it is kept; where not, the weight is decoded.
+    gives_way: ClassVar[bool] = True
 
     def for_plain_weights(self) -> "QuantMethod":
         """The method to keep a weight with that the checkpoint has plain."""

@@ -84,3 +84,12 @@ class Unquantized(QuantMethod):
             return layer.packed_weight.to_dense()
         assert layer.weight is not None
         return layer.weight.detach().to(torch.float32)
+
+
+class Decoded(Unquantized):
+    """Plain weights whatever the checkpoint has, and in no library's form: they can be read and changed."""
+
+    gives_way = False
+
+    def __init__(self) -> None:
+        super().__init__(pack=False)

@@ -32,13 +32,15 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": NOUNS | {"models.weight_rules", "models.weight_plan", "quantization"},
     "decoder": NOUNS | {"ops"},
     "model_engine": NOUNS | DEVICE | {"checkpoint", "kv_cache.kv_pool"},
+    "builder": NOUNS | DEVICE | {"checkpoint", "model_engine", "text"},
+    "post_training": NOUNS | DEVICE | {"builder", "checkpoint", "model_engine", "text", "kv_cache.kv_pool"},
     "executor": NOUNS,
     "executor.build": NOUNS
     | DEVICE
     | {"scheduler", "kv_cache", "checkpoint", "decoder", "model_engine", "text", "admission"},
     "admission": NOUNS | {"text"},
     "results": NOUNS | {"text"},
-    "llm": NOUNS | {"text", "executor", "admission", "results", "hub"},
+    "llm": NOUNS | {"text", "executor", "admission", "results", "hub", "builder"},
     "triton_io": NOUNS | {"text", "llm", "admission", "executor.iteration_stats", "executor.histogram"},
 }
 NO_TORCH = (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from backend_engine.checkpoint.generation_config import GenerationDefaults, generation_defaults
 from backend_engine.checkpoint.hf_folder import read_hf_config
-from backend_engine.checkpoint.loader import load_weights
+from backend_engine.checkpoint.loader import check_weights, fill_weights
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.checkpoint.safetensors_reader import SafetensorsReader
 from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
@@ -317,7 +317,8 @@ def test_every_kind_of_rule_fills_its_parameters(tmp_path: Path) -> None:
     }
     targets = {name: LoadTarget(torch.full(shape, -1.0), parts) for name, (shape, parts) in shapes.items()}
     files = TensorFiles([SafetensorsReader(tmp_path / "model.safetensors")])
-    load_weights(StoredWeights(files, NoQuantization(), "here"), targets, rules, "here")
+    stored = StoredWeights(files, NoQuantization(), "here")
+    fill_weights(check_weights(stored, targets, rules, "here"), stored, targets)
     found = {name: target.tensor for name, target in targets.items()}
     assert torch.equal(found["layers.0.attn"], stored["h.0.attn.weight"].T)
     assert torch.equal(torch.cat((found["layers.0.top"], found["layers.0.bottom"])), stored["h.0.both"])

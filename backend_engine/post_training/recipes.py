@@ -1,0 +1,113 @@
+"""The formats that a model can be quantized to, by the names that TensorRT-LLM's quantize.py has for them.
+
+Read by ``quantize_model.py`` and ``scripts/quantize.py``. Data: a grid for the weights, what is done to the inputs, and
+the algorithms that choose the numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backend_engine.errors import ConfigError
+from backend_engine.post_training.export import FP8_KV_SCHEME
+from backend_engine.quantization.grids.float8_grid import Float8Grid
+from backend_engine.quantization.grids.int_grid import IntGrid
+from backend_engine.quantization.grids.nvfp4_grid import Nvfp4Grid
+from backend_engine.quantization.grids.weight_grid import WeightGrid
+
+DEFAULT_GROUP_SIZE = 32
+_PER_TOKEN: Mapping[str, Any] = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+_INT8_INPUTS: Mapping[str, Any] = {**_PER_TOKEN, "type": "int"}
+_FP8_INPUTS: Mapping[str, Any] = {**_PER_TOKEN, "type": "float"}
+
+# With eight bits, clipping a row's range makes nothing better.
+_INT8 = IntGrid(8, clip_search=False)
+_INT8_APART = dataclasses.replace(_INT8, is_packed=False)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """grid: of the weights of all layers' products. inputs: how they are rounded, ``input_activations`` of
+    compressed-tensors, ``None`` = not at all. smoothing: ``smoothquant``, ``awq`` or ``none``. compensates: whether
+    weights are rounded as GPTQ does it, instead of each number for itself.
+    """
+
+    about: str
+    grid: WeightGrid
+    inputs: Mapping[str, Any] | None = None
+    smoothing: str = "none"
+    compensates: bool = False
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the weights depend on texts."""
+        return self.compensates or self.smoothing != "none"
+
+    @property
+    def search_grid(self) -> WeightGrid:
+        """The grid without a search for scales, for whoever tries many roundings."""
+        return dataclasses.replace(self.grid, clip_search=False) if isinstance(self.grid, IntGrid) else self.grid
+
+
+def _int4(group_size: int, scale_dtype: torch.dtype) -> IntGrid:
+    return IntGrid(4, group_size, scale_dtype=scale_dtype)
+
+
+# By name: given columns of a group (int4 only) and the dtype of scales that are many.
+_RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
+    "int8_wo": lambda _, __: Recipe("8-bit weights, a scale for each row", _INT8),
+    "int8_dyn": lambda _, __: Recipe(
+        "8-bit weights, a scale for each row; inputs in 8 bits, a scale for each token",
+        _INT8_APART,
+        _INT8_INPUTS,
+    ),
+    "int8_sq": lambda _, __: Recipe(
+        "as int8_dyn, after SmoothQuant (Xiao et al., 2022)",
+        _INT8_APART,
+        _INT8_INPUTS,
+        smoothing="smoothquant",
+    ),
+    "int4_awq": lambda size, dtype: Recipe(
+        "4-bit weights; AWQ's factors (Lin et al., 2023), then rounded as GPTQ does",
+        _int4(size, dtype),
+        smoothing="awq",
+        compensates=True,
+    ),
+    "int4_gptq": lambda size, dtype: Recipe(
+        "4-bit weights by GPTQ (Frantar et al., 2022)", _int4(size, dtype), compensates=True
+    ),
+    "fp8": lambda _, __: Recipe(
+        "E4M3 weights, a scale for each row; inputs in E4M3, a scale for each token", Float8Grid(), _FP8_INPUTS
+    ),
+    "nvfp4": lambda _, __: Recipe("NVFP4 weights, rounded as GPTQ does", Nvfp4Grid(), compensates=True),
+}
+QFORMATS = tuple(_RECIPES)
+
+# ``kv_cache_scheme`` of compressed-tensors, by the name of the cache's format.
+KV_SCHEMES: Mapping[str, Mapping[str, Any] | None] = {
+    "auto": None,
+    "fp8": FP8_KV_SCHEME,
+    "int8": _INT8_INPUTS,
+}
+
+
+def recipe_of(qformat: str, group_size: int | None = None, scale_dtype: torch.dtype = torch.float32) -> Recipe:
+    """The recipe called ``qformat``. group_size: of the 4-bit integers, ``None`` = ``DEFAULT_GROUP_SIZE``. scale_dtype:
+    of their scales. Raises ``ConfigError`` for a name or a group size that is not allowed.
+    """
+    if qformat not in _RECIPES:
+        raise ConfigError(f"qformat {qformat!r} is not allowed; use {', '.join(QFORMATS)}")
+    if group_size is not None and not qformat.startswith("int4"):
+        raise ConfigError(f"group_size {group_size} is not allowed with qformat {qformat}, whose groups are fixed")
+    if group_size is not None and group_size < 1:
+        raise ConfigError(f"group_size {group_size} is out of range; it must be 1 or more")
+    return _RECIPES[qformat](group_size or DEFAULT_GROUP_SIZE, scale_dtype)
+
+
+def check_kv_dtype(name: str) -> None:
+    """Raises ``ConfigError`` for a name that is not in ``KV_SCHEMES``."""
+    if name not in KV_SCHEMES:
+        raise ConfigError(f"kv_cache_dtype {name!r} is not allowed; use {', '.join(KV_SCHEMES)}")
