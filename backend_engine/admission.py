@@ -48,6 +48,7 @@ class AdmissionLimits(NamedTuple):
     """What the engine can hold. ``end_ids`` are the model's own; ``max_context_tokens`` is ``None`` with chunking.
     ``positions_switch_at``: longer prompts have other positions from their first token on, ``None`` = none have.
     ``sampling_defaults``: the model's own, for what a request leaves unset; empty unless they were asked for.
+    ``max_input_len``: longest prompt, ``None`` = whatever leaves room for one token of output.
     """
 
     vocab_size: int
@@ -58,6 +59,7 @@ class AdmissionLimits(NamedTuple):
     end_ids: frozenset[int]
     positions_switch_at: int | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    max_input_len: int | None = None
 
     @property
     def kv_num_tokens(self) -> int:
@@ -74,6 +76,8 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: AdmissionLimits) -> li
             f"Prompt length ({num_tokens}) exceeds maximum input length ({limits.max_seq_len - 1}): "
             f"max_seq_len is {limits.max_seq_len}, one token of which is kept for the output"
         )
+    if limits.max_input_len is not None and num_tokens > limits.max_input_len:
+        raise InvalidRequestError(f"Prompt length ({num_tokens}) exceeds maximum input length ({limits.max_input_len})")
     if limits.max_context_tokens is not None and num_tokens > limits.max_context_tokens:
         raise InvalidRequestError(
             f"Prompt length ({num_tokens}) exceeds maximum input length ({limits.max_context_tokens}): "

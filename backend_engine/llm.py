@@ -6,9 +6,11 @@ Knows nothing of schedulers, blocks or tensors.
 
 import functools
 import itertools
+import os
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +19,8 @@ from tqdm import tqdm
 
 from backend_engine import admission
 from backend_engine.admission import Submission
+from backend_engine.builder.engine_builder import build_engine
+from backend_engine.config.build_config import BuildConfig
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.protocols import StopMatcher
@@ -25,6 +29,7 @@ from backend_engine.errors import InvalidRequestError, ShutdownError
 from backend_engine.executor.build import create_engine
 from backend_engine.executor.iteration_stats import EngineStats, IterationStats
 from backend_engine.hub import local_path
+from backend_engine.logger import get_logger
 from backend_engine.plugins.discovery import load_plugins
 from backend_engine.results import GenerationHandle, GenerationResult
 from backend_engine.text.chat_template import ChatTemplate
@@ -33,6 +38,8 @@ from backend_engine.text.stop_strings import StopStringMatcher
 from backend_engine.text.text_stream import TextStream
 from backend_engine.text.tokenizer import check_same_tokenizer, load_tokenizer
 
+_logger = get_logger(__name__)
+
 Prompt = str | Sequence[int]
 PROGRESS_BAR_FROM = 4
 
@@ -40,14 +47,15 @@ PROGRESS_BAR_FROM = 4
 class LLM:
     """A model ready to generate.
 
-    ``LLM(model, tokenizer=None, **engine_args)``: ``model`` is a checkpoint in any format, or
-    its id on the Hugging Face Hub; the further arguments are
+    ``LLM(model, tokenizer=None, **engine_args)``: ``model`` is a checkpoint in any format, an engine folder, or
+    an id on the Hugging Face Hub; the further arguments are
     the fields of ``EngineArgs``. ``ModelLoadError`` and ``ConfigError`` name what is wrong in one line. Close with
     ``shutdown()`` or use it as a context manager. All methods may be called from any thread.
     """
 
     def __init__(self, model: str, tokenizer: str | None = None, **engine_args: Any) -> None:
         args = EngineArgs.of(local_path(str(model)), tokenizer and local_path(str(tokenizer)), engine_args)
+        self._args = args
         self._executor = None
         self.tokenizer = None
         load_plugins(args.plugins)
@@ -192,6 +200,28 @@ class LLM:
             min_tokens=params.min_tokens,
             prefix=prompt_text,
         )
+
+    def save(self, folder: str | os.PathLike[str], build_config: BuildConfig | None = None) -> None:
+        """Write the model as an engine folder, which ``LLM(folder)`` loads.
+
+        build_config: ``None`` = the limits that this engine runs with, on one rank, weights in the checkpoint's
+        precision. The weights are read from the checkpoint again, so the running engine is not touched. Raises
+        ``ConfigError`` when ``folder`` exists or a value is not allowed, ``ModelLoadError`` when the checkpoint is
+        gone.
+        """
+        if build_config is None:
+            scheduler = self.config.scheduler
+            build_config = BuildConfig(
+                max_batch_size=scheduler.max_batch_size,
+                max_input_len=self.config.max_input_len,
+                max_seq_len=self.config.max_seq_len,
+                max_num_tokens=scheduler.max_num_tokens,
+                plugins=self._args.plugins,
+            )
+        report = build_engine(self._args.model, Path(folder), build_config, self._args.trust_remote_code)
+        for warning in report.warnings:
+            _logger.warning("%s", warning)
+        _logger.info("engine folder %s: %.1f MB", folder, report.num_bytes / 1e6)
 
     def stats(self) -> EngineStats:
         """Levels and totals of the engine now."""

@@ -105,5 +105,20 @@ def default_model() -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
 
 
+def resident_bytes() -> int:
+    """What this process takes now."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that this process took so far."""
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))

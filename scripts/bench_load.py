@@ -46,32 +46,17 @@ def load_in_this_process(checkpoint: str) -> dict[str, Any]:
     from backend_engine.model_engine.model_loader import load_model
     from backend_engine.model_engine.weight_memory import weight_bytes
 
-    before = resident_bytes()
+    before = common.resident_bytes()
     started = time.perf_counter()
     loaded = load_model(checkpoint, "float32", "cpu")
     load_s = time.perf_counter() - started
-    kept = resident_bytes() - before
+    kept = common.resident_bytes() - before
     return {
         "load_s": load_s,
         "weights_mib": weight_bytes(loaded.model) / _MIB,
         "resident_mib": kept / _MIB,
-        "peak_mib": (peak_bytes() - before) / _MIB,
+        "peak_mib": (common.peak_bytes() - before) / _MIB,
     }
-
-
-def resident_bytes() -> int:
-    """What this process takes now."""
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    """The most that this process took so far."""
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def measure(checkpoint: Path, rounds: int) -> dict[str, Any]:

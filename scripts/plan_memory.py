@@ -12,10 +12,11 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import bench_common as common
 import inspect_checkpoint
+from command_line import OneLineParser, whole_number
 
 from backend_engine.config.kv_formats import KV_FORMATS
 from backend_engine.errors import ConfigError, EngineError
@@ -48,13 +49,6 @@ class Question(NamedTuple):
     pp: int
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(1, f"plan_memory: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
@@ -66,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("plan_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder, a file, or an id on the Hugging Face Hub")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
     parser.add_argument("--device-memory", help="of each device, like 16GiB or 24GB; default: what is here")
@@ -83,13 +77,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-backend", default="auto", help="native, transformers, or auto (default)")
     parser.add_argument("--trust-remote-code", action="store_true", help="whether code in the folder may run")
     return parser.parse_args(argv)
-
-
-def whole_number(text: str) -> int:
-    """1 or more."""
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number of 1 or more")
-    return int(text)
 
 
 def fraction(text: str) -> float:

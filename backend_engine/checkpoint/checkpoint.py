@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from backend_engine.checkpoint.tensor_reader import TensorReader
+from backend_engine.config.engine_manifest import EngineManifest
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo`` or ``megatron``. config: config.json, or
-    what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the readers of its
-    files, each tensor in one of them. origin: in what its config was found, for messages.
+    """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo``, ``megatron`` or ``engine``. config:
+    config.json, or what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the
+    readers of its files, each tensor in one of them. origin: in what its config was found, for messages. engine: what
+    an engine folder says of itself, ``None`` for every other kind.
     """
 
     path: Path
@@ -25,3 +27,4 @@ class Checkpoint:
     open_tensors: Callable[[], list[TensorReader]]
     generation: Mapping[str, Any] | None = None
     origin: str = "config.json"
+    engine: EngineManifest | None = None

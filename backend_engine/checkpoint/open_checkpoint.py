@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.hf_folder import CONFIG_FILE
+from backend_engine.config.engine_files import is_engine_folder
 from backend_engine.config.gguf_metadata import find_gguf
 from backend_engine.plugins.catalog import CHECKPOINT_FORMATS, CHECKPOINT_SIGNS
 
@@ -35,6 +36,8 @@ def kind_of(path: Path) -> str:
     """The format by names of files, a key of ``CHECKPOINT_FORMATS``: Hugging Face's when none speaks for another."""
     if path.is_file():
         return {_NEMO: "nemo", _GGUF: "gguf"}.get(path.suffix, "hugging_face")
+    if is_engine_folder(path):
+        return "engine"
     if not path.is_dir() or (path / CONFIG_FILE).exists():
         return "hugging_face"
     if any(path.glob("*" + _GGUF)):

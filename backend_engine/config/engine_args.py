@@ -16,9 +16,11 @@ from backend_engine.errors import ConfigError
 class EngineArgs:
     """Arguments of ``LLM``.
 
-    model: a checkpoint in any format. tokenizer: folder, ``None`` = the model's own. dtype: ``auto`` (float32 on a CPU,
-    the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``. device: ``auto``, ``cpu``, ``cuda``.
+    model: a checkpoint in any format, or an engine folder. tokenizer: folder, ``None`` = the model's own.
+    dtype: ``auto`` (float32 on a CPU, the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``.
+    device: ``auto``, ``cpu``, ``cuda``.
     max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
+    max_input_len: longest prompt, ``None`` = all but one token of max_seq_len.
     model_backend: ``native`` (our layers), ``transformers`` (its modules over our cache), ``auto`` (native where we
     have the architecture). trust_remote_code: whether code in the folder may run.
     generation_config: whether requests that leave temperature, top_k, top_p, min_p, repetition_penalty or max_tokens
@@ -38,6 +40,7 @@ class EngineArgs:
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
+    max_input_len: int | None = None
     kv_cache_config: KvCacheConfig | None = None
     scheduler_config: SchedulerConfig | None = None
     attention_backend: str = "auto"

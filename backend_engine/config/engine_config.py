@@ -50,19 +50,21 @@ class SchedulerConfig:
 class EngineConfig:
     """Everything ``create_py_executor`` needs, with every "auto" already decided.
 
-    model_dir: a checkpoint in any format. dtype: ``float32``, ``bfloat16`` or ``float16``. device: ``cpu`` or ``cuda``.
+    model_dir: a checkpoint in any format, or an engine folder. dtype: ``float32``, ``bfloat16`` or ``float16``.
+    device: ``cpu`` or ``cuda``.
     operators: a name of the registry ``OPERATORS``.
     model_backend: ``native`` or ``transformers``. trust_remote_code: whether code in the model's folder may run.
-    max_seq_len: most tokens of a request, prompt and output together. num_threads: torch's CPU threads, 0 = torch's
-    own choice. step_timeout_s: seconds after which a step that has not returned counts as stuck, ``None`` = chosen from
-    the model's size. iter_stats_max_iterations: steps whose statistics are kept. debug_*: test hooks, see
-    ``executor/fault_injection.py``.
+    max_seq_len: most tokens of a request, prompt and output together. max_input_len: longest prompt. num_threads:
+    torch's CPU threads, 0 = torch's own choice. step_timeout_s: seconds after which a step that has not returned counts
+    as stuck, ``None`` = chosen from the model's size. iter_stats_max_iterations: steps whose statistics are kept.
+    debug_*: test hooks, see ``executor/fault_injection.py``.
     """
 
     model_dir: str
     dtype: str
     device: str
     max_seq_len: int
+    max_input_len: int
     kv_cache: KvCacheConfig = field(default_factory=KvCacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention_backend: str = "torch"

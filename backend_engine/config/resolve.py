@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from backend_engine.config.built_limits import within_built
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig, KvCacheConfig, SchedulerConfig
 from backend_engine.config.kv_formats import KV_FORMATS
@@ -43,11 +44,14 @@ class Resolved(NamedTuple):
 def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Resolved:
     """Decide every automatic value and check the rest; ``ConfigError`` names field, value and what is allowed."""
     reasons: list[str] = []
+    if model.built is not None:
+        args = within_built(args, model.built, reasons)
     device = _choose(args.device, "device", DEVICES) or _device(device_info, reasons)
     if device == "cuda" and not device_info.has_cuda:
         raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use device 'cpu' or 'auto'")
     dtype = _choose(args.dtype, "dtype", DTYPES) or _dtype(device, model, reasons)
     max_seq_len = _max_seq_len(args.max_seq_len, model, reasons)
+    max_input_len = _max_input_len(args.max_input_len, max_seq_len)
     scheduler = _scheduler(args, device, max_seq_len, reasons)
     kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), model, dtype, max_seq_len, reasons)
     operators = "torch" if args.operators == "auto" else args.operators
@@ -73,6 +77,7 @@ def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Res
         dtype=dtype,
         device=device,
         max_seq_len=max_seq_len,
+        max_input_len=max_input_len,
         kv_cache=kv_cache,
         scheduler=scheduler,
         attention_backend=args.attention_backend,
@@ -128,6 +133,17 @@ def _max_seq_len(value: int | None, model: ModelFacts, reasons: list[str]) -> in
         raise ConfigError(f"max_seq_len {value} is out of range; it must be 2 or more")
     if positions is not None and value > positions:
         raise ConfigError(f"max_seq_len {value} is more than the checkpoint's max_position_embeddings {positions}")
+    return value
+
+
+def _max_input_len(value: int | None, max_seq_len: int) -> int:
+    if value is None:
+        return max_seq_len - 1
+    if not 1 <= value < max_seq_len:
+        raise ConfigError(
+            f"max_input_len {value} is out of range; it must be 1 to {max_seq_len - 1}: max_seq_len is {max_seq_len}, "
+            "one token of which is kept for the output"
+        )
     return value
 
 

@@ -16,7 +16,9 @@ from backend_engine.checkpoint.generation_config import generation_defaults, sam
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.engine_args import EngineArgs
 from backend_engine.config.engine_config import EngineConfig
+from backend_engine.config.engine_manifest import EngineManifest
 from backend_engine.config.kv_formats import KV_FORMATS
+from backend_engine.config.library_versions import differences
 from backend_engine.config.resolve import DeviceInfo, resolve
 from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.decoder.decoder import Decoder
@@ -65,6 +67,8 @@ def create_engine(args: EngineArgs) -> Engine:
         _logger.info("chosen: %s", reason)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    if checkpoint.engine is not None:
+        _log_engine_folder(checkpoint.engine, config)
     planned = _planned_memory(config, checkpoint)
     loaded = load_model(
         checkpoint,
@@ -90,9 +94,22 @@ def create_engine(args: EngineArgs) -> Engine:
         positions_switch_at=loaded.traits.positions_switch_at,
         end_ids=frozenset(generation_defaults(checkpoint).end_ids),
         sampling_defaults=_sampling_defaults(args, checkpoint),
+        max_input_len=config.max_input_len,
     )
     _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, config)
     return Engine(executor, limits, config)
+
+
+def _log_engine_folder(manifest: EngineManifest, config: EngineConfig) -> None:
+    """What is made anew from an engine folder, since it is not what was built."""
+    build = manifest.build
+    for line in differences(manifest):
+        _logger.info("engine folder: %s", line)
+    if build.precision != config.dtype:
+        _logger.info("engine folder: plain weights were built in %s, converted to %s", build.precision, config.dtype)
+    num_ranks = build.tensor_parallel_size * build.pipeline_parallel_size
+    if num_ranks > 1:
+        _logger.info("engine folder: the weights of %d ranks are put together for one device", num_ranks)
 
 
 def _sampling_defaults(args: EngineArgs, checkpoint: Checkpoint) -> SamplingDefaults:

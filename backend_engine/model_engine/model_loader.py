@@ -18,7 +18,7 @@ from backend_engine.models.model_source import ModelSource
 from backend_engine.plugins.catalog import ARCHITECTURES, MODEL_BACKENDS
 from backend_engine.quantization.quant_method import TensorOptions
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Where a model lies, or what was found when it was opened there.
 ModelPath = str | os.PathLike[str] | Checkpoint
 _NATIVE, _TRANSFORMERS = "native", "transformers"
@@ -27,7 +27,7 @@ _NATIVE, _TRANSFORMERS = "native", "transformers"
 def describe_model(model: ModelPath, model_backend: str = "auto", trust_remote_code: bool = False) -> ModelFacts:
     """What is known of the model before it is loaded; see ``load_model`` for arguments and errors."""
     checkpoint = _opened(model)
-    source = _source(checkpoint, trust_remote_code)
+    source = source_of(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
     try:
         return backend.describe(source, checkpoint)
@@ -49,8 +49,8 @@ def plan_memory(
     ranks that the model is divided over, a plan only. Raises as ``load_model`` does for what the headers show.
     """
     checkpoint = _opened(model)
-    source = _source(checkpoint, trust_remote_code)
-    tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
+    source = source_of(checkpoint, trust_remote_code)
+    tensors = TensorOptions(DTYPES[dtype], torch.device(device))
     return _backend(source, model_backend).plan(source, checkpoint, tensors, tp)
 
 
@@ -72,9 +72,9 @@ def load_model(
     ``ConfigError`` for an attention backend that cannot serve the model.
     """
     checkpoint = _opened(model)
-    source = _source(checkpoint, trust_remote_code)
+    source = source_of(checkpoint, trust_remote_code)
     backend = _backend(source, model_backend)
-    tensors = TensorOptions(_DTYPES[dtype], torch.device(device))
+    tensors = TensorOptions(DTYPES[dtype], torch.device(device))
     options = LoadOptions(tensors, implementations, max_attention_window or (), progress)
     return backend.load(source, checkpoint, options)
 
@@ -83,7 +83,8 @@ def _opened(model: ModelPath) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else open_checkpoint(model)
 
 
-def _source(checkpoint: Checkpoint, trust_remote_code: bool) -> ModelSource:
+def source_of(checkpoint: Checkpoint, trust_remote_code: bool = False) -> ModelSource:
+    """The model that the checkpoint is of. Raises ``ModelLoadError`` when it names none."""
     name = architecture(checkpoint.config, checkpoint.origin)
     return ModelSource(checkpoint.path, checkpoint.config, name, trust_remote_code, checkpoint.origin)
 

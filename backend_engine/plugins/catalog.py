@@ -53,6 +53,7 @@ CAPACITY_POLICIES: Registry[Any] = Registry(
 CHECKPOINT_FORMATS: Registry[Any] = Registry(
     "checkpoint format",
     {
+        "engine": "backend_engine.checkpoint.engine_folder:open_engine",
         "gguf": "backend_engine.checkpoint.gguf_checkpoint:open_gguf",
         "hugging_face": "backend_engine.checkpoint.hf_folder:open_hf_folder",
         "megatron": "backend_engine.checkpoint.megatron_checkpoint:open_megatron",

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backend_engine.config.engine_files import check_listed, check_small_files, is_engine_folder
+from backend_engine.config.engine_manifest import read_manifest
 from backend_engine.config.gguf_metadata import find_gguf, split_files
 from backend_engine.errors import ModelLoadError
 from backend_engine.logger import get_logger
@@ -50,13 +52,18 @@ def open_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer of a folder, or of a GGUF file, an object of transformers.
 
     A folder's GGUF file counts where nothing but tokenizer_config.json speaks of a tokenizer beside it; a chat template
-    beside it comes before its own. Raises ``ModelLoadError`` (one line: folder or file, key, and what was expected or
-    went wrong).
+    beside it comes before its own. An engine folder's files are compared with what its engine.json lists, and no code
+    of it runs. Raises ``ModelLoadError`` (one line: folder or file, key, and what was expected or went wrong).
     """
     if folder.is_file() and folder.suffix == ".gguf":
         return _open_gguf(split_files(folder)[0])
     if not folder.is_dir():
         raise ModelLoadError(f"tokenizer folder {folder} does not exist or is neither a folder nor a GGUF file")
+    if is_engine_folder(folder):
+        _check_engine_folder(folder)
+        if trust_remote_code:
+            _log.info("%s is an engine folder, whose code never runs: trust_remote_code is ignored", folder)
+        trust_remote_code = False
     ranks = find_ranks_file(folder)
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if set(found) <= {CONFIG_FILE} and ranks is None:
@@ -69,6 +76,12 @@ def open_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     declared_tokens(folder, config)
     with _one_line(f"{folder} ({', '.join(found)})"):
         return _open(folder, config, ranks, trust_remote_code)
+
+
+def _check_engine_folder(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    check_listed(folder, manifest)
+    check_small_files(folder, manifest)
 
 
 @contextlib.contextmanager
