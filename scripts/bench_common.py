@@ -120,5 +120,11 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
+def commit() -> str:
+    """The commit that is checked out, short; empty outside a repository."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))

@@ -87,6 +87,11 @@ def read_hf_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 def architecture(config: Mapping[str, Any], origin: str = CONFIG_FILE) -> str:
     """The model class that the configuration names. Raises ``ModelLoadError`` when it names none or several."""
+    if "build_config" in config and "pretrained_config" in config:
+        raise ModelLoadError(
+            f"{origin} is that of an engine which TensorRT-LLM built for one GPU, and such engines are not read; give "
+            "the checkpoint that it was built from"
+        )
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelLoadError(f"{origin}: architectures is {shown(names)}; expected a list of one model class name")

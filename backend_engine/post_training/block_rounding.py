@@ -20,7 +20,7 @@ from backend_engine.post_training.input_statistics import InputStatistics
 from backend_engine.post_training.recipes import Recipe
 from backend_engine.post_training.smoothing import Site, apply_factors, smoothing_sites
 from backend_engine.post_training.source_weights import SourceWeights
-from backend_engine.quantization.calibrated.awq import best_factors
+from backend_engine.quantization.calibrated.awq import best_factors, kindest_to_compensation
 from backend_engine.quantization.calibrated.gptq import round_with_compensation
 from backend_engine.quantization.calibrated.rounding_error import round_to_nearest
 from backend_engine.quantization.calibrated.smoothquant import smoothing_factors
@@ -116,7 +116,10 @@ class BlockRounding:
         try:
             if self._recipe.smoothing == "awq":
                 assert of_input.hessian is not None, site.producer
-                factors = best_factors(weights, of_input.hessian, of_input.mean_abs, self._recipe.search_grid)
+                hessian, grid = of_input.hessian, self._recipe.grid
+                factors = best_factors(weights, hessian, of_input.mean_abs, self._recipe.search_grid)
+                if self._recipe.compensates:
+                    factors = kindest_to_compensation(factors, weights, hessian, grid)
             else:
                 factors = smoothing_factors(of_input.amax, weights)
         except ValueError as error:

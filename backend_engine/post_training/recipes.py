@@ -23,10 +23,6 @@ _PER_TOKEN: Mapping[str, Any] = {"num_bits": 8, "symmetric": True, "strategy": "
 _INT8_INPUTS: Mapping[str, Any] = {**_PER_TOKEN, "type": "int"}
 _FP8_INPUTS: Mapping[str, Any] = {**_PER_TOKEN, "type": "float"}
 
-# With eight bits, clipping a row's range makes nothing better.
-_INT8 = IntGrid(8, clip_search=False)
-_INT8_APART = dataclasses.replace(_INT8, is_packed=False)
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -52,32 +48,33 @@ class Recipe:
         return dataclasses.replace(self.grid, clip_search=False) if isinstance(self.grid, IntGrid) else self.grid
 
 
-def _int4(group_size: int, scale_dtype: torch.dtype) -> IntGrid:
-    return IntGrid(4, group_size, scale_dtype=scale_dtype)
+def _int8(scale_dtype: torch.dtype, is_packed: bool) -> IntGrid:
+    """With eight bits, clipping a row's range makes nothing better."""
+    return IntGrid(8, is_packed=is_packed, clip_search=False, scale_dtype=scale_dtype)
 
 
-# By name: given columns of a group (int4 only) and the dtype of scales that are many.
+# By name: given columns of a group (int4 only) and the dtype of scales (integers only).
 _RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
-    "int8_wo": lambda _, __: Recipe("8-bit weights, a scale for each row", _INT8),
-    "int8_dyn": lambda _, __: Recipe(
+    "int8_wo": lambda _, dtype: Recipe("8-bit weights, a scale for each row", _int8(dtype, True)),
+    "int8_dyn": lambda _, dtype: Recipe(
         "8-bit weights, a scale for each row; inputs in 8 bits, a scale for each token",
-        _INT8_APART,
+        _int8(dtype, False),
         _INT8_INPUTS,
     ),
-    "int8_sq": lambda _, __: Recipe(
+    "int8_sq": lambda _, dtype: Recipe(
         "as int8_dyn, after SmoothQuant (Xiao et al., 2022)",
-        _INT8_APART,
+        _int8(dtype, False),
         _INT8_INPUTS,
         smoothing="smoothquant",
     ),
     "int4_awq": lambda size, dtype: Recipe(
         "4-bit weights; AWQ's factors (Lin et al., 2023), then rounded as GPTQ does",
-        _int4(size, dtype),
+        IntGrid(4, size, scale_dtype=dtype),
         smoothing="awq",
         compensates=True,
     ),
     "int4_gptq": lambda size, dtype: Recipe(
-        "4-bit weights by GPTQ (Frantar et al., 2022)", _int4(size, dtype), compensates=True
+        "4-bit weights by GPTQ (Frantar et al., 2022)", IntGrid(4, size, scale_dtype=dtype), compensates=True
     ),
     "fp8": lambda _, __: Recipe(
         "E4M3 weights, a scale for each row; inputs in E4M3, a scale for each token", Float8Grid(), _FP8_INPUTS
@@ -96,7 +93,8 @@ KV_SCHEMES: Mapping[str, Mapping[str, Any] | None] = {
 
 def recipe_of(qformat: str, group_size: int | None = None, scale_dtype: torch.dtype = torch.float32) -> Recipe:
     """The recipe called ``qformat``. group_size: of the 4-bit integers, ``None`` = ``DEFAULT_GROUP_SIZE``. scale_dtype:
-    of their scales. Raises ``ConfigError`` for a name or a group size that is not allowed.
+    of the scales of integers, best the model's, in which others load them. Raises ``ConfigError`` for a name or a group
+    size that is not allowed.
     """
     if qformat not in _RECIPES:
         raise ConfigError(f"qformat {qformat!r} is not allowed; use {', '.join(QFORMATS)}")

@@ -18,13 +18,17 @@ from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.errors import ConfigError
 from backend_engine.layers.embedding import Embedding
 from backend_engine.model_engine.memory_plan import outline
+from backend_engine.model_engine.model_loader import DTYPES
 from backend_engine.model_engine.native_backend import family_of
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.weight_plan import Plan
 from backend_engine.models.weight_rules import Copy, LoadTarget, Tie
 from backend_engine.quantization.read_config import read_quantization
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """That the checkpoint states for its weights, float32 where it states none that models run in."""
+    return DTYPES.get(stated_dtype(checkpoint.config) or "", torch.float32)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class SourceWeights:
             targets,
             todo,
             tuple(dict.fromkeys(heads)),
-            _DTYPES.get(stated_dtype(checkpoint.config) or "", torch.float32),
+            stored_dtype(checkpoint),
             bool(checkpoint.config.get("quantization_config")),
         )
 

@@ -149,6 +149,10 @@ Q0, UP1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.
             r"; transformers has no such causal language model either$",
         ),
         (config(lambda c: c.pop("architectures")), r"^config\.json: architectures is None; expected a list of one"),
+        (
+            config(lambda c: [c.clear(), c.update(pretrained_config={"architecture": "x"}, build_config={})]),
+            r"^config\.json is that of an engine which TensorRT-LLM built for one GPU",
+        ),
         (config(lambda c: c.update(architectures=[])), r"^config\.json: architectures is \[\]; expected a list of one"),
         (config(lambda c: c.update(hidden_act="tanh")), r"^config\.json: hidden_act is 'tanh'; expected one of "),
         (
@@ -317,8 +321,8 @@ def test_every_kind_of_rule_fills_its_parameters(tmp_path: Path) -> None:
     }
     targets = {name: LoadTarget(torch.full(shape, -1.0), parts) for name, (shape, parts) in shapes.items()}
     files = TensorFiles([SafetensorsReader(tmp_path / "model.safetensors")])
-    stored = StoredWeights(files, NoQuantization(), "here")
-    fill_weights(check_weights(stored, targets, rules, "here"), stored, targets)
+    weights = StoredWeights(files, NoQuantization(), "here")
+    fill_weights(check_weights(weights, targets, rules, "here"), weights, targets)
     found = {name: target.tensor for name, target in targets.items()}
     assert torch.equal(found["layers.0.attn"], stored["h.0.attn.weight"].T)
     assert torch.equal(torch.cat((found["layers.0.top"], found["layers.0.bottom"])), stored["h.0.both"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend_engine.quantization.calibrated.awq import MAX_FACTOR, MIN_FACTOR, best_factors
+from backend_engine.quantization.calibrated.awq import MAX_FACTOR, MIN_FACTOR, best_factors, kindest_to_compensation
 from backend_engine.quantization.calibrated.gptq import round_with_compensation
 from backend_engine.quantization.calibrated.rounding_error import output_error, round_to_nearest
 from backend_engine.quantization.calibrated.smoothquant import smoothing_factors
@@ -344,6 +344,24 @@ def test_awq_factors_stay_within_bounds(smallest: float) -> None:
     if smallest == 0:
         alive = torch.cat([factors[:1], factors[9:]])
         assert alive.max() > alive.min() and torch.equal(factors[1:9], alive.min().expand(8))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_factors_that_do_not_help_compensation_are_left_alone(seed: int) -> None:
+    """Whichever of the three leaves the least error when the weight is rounded with compensation."""
+    hessian, weights = hessian_of(correlated(seed)), [random_weight(seed), random_weight(seed + 50)]
+    grid = SmallGrid()
+
+    def error(factors: Tensor) -> float:
+        scaled = hessian / factors / factors.unsqueeze(1)
+        rounded = [round_with_compensation(w * factors, scaled, grid, grid.fit(w * factors)).rounded for w in weights]
+        return sum(output_error(r - w * factors, scaled) for r, w in zip(rounded, weights, strict=True))
+
+    offered = torch.linspace(0.05, 20, 48)[torch.randperm(48, generator=torch.Generator().manual_seed(seed))]
+    chosen = kindest_to_compensation(offered, weights, hessian, grid)
+    errors = {name: error(f) for name, f in (("ones", torch.ones(48)), ("roots", offered.sqrt()), ("all", offered))}
+    assert error(chosen) == min(errors.values()), errors
+    assert max(errors.values()) > 1.05 * min(errors.values()), "nothing to choose"
 
 
 def test_smoothquant_by_hand() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backend_engine.quantization.calibrated.gptq import round_with_compensation
 from backend_engine.quantization.calibrated.rounding_error import output_error, round_to_nearest
 from backend_engine.quantization.grids.weight_grid import WeightGrid
 
@@ -40,6 +41,25 @@ def best_factors(
         loss = _loss(weights, hessian, factors, grid)
         if loss < least_loss:
             best, least_loss = factors, loss
+    return best
+
+
+def kindest_to_compensation(factors: Tensor, weights: Sequence[Tensor], hessian: Tensor, grid: WeightGrid) -> Tensor:
+    """``factors``, their roots, or factors of 1: whichever leaves the least error when the weights are then rounded as
+    GPTQ does it. What helps numbers that are rounded each for itself need not help there.
+
+    Arguments and errors as in ``best_factors``. Rounds every weight three times.
+    """
+    best, least_error = factors, float("inf")
+    for candidate in (torch.ones_like(factors), factors.sqrt(), factors):
+        scaled = hessian / candidate / candidate.unsqueeze(1)
+        error = 0.0
+        for weight in weights:
+            wider = weight * candidate
+            rounded = round_with_compensation(wider, scaled, grid, grid.fit(wider)).rounded
+            error += output_error(rounded - wider, scaled)
+        if error < least_error:
+            best, least_error = candidate, error
     return best
 
 
