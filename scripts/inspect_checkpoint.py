@@ -20,6 +20,7 @@ from backend_engine.errors import EngineError
 if TYPE_CHECKING:
     from backend_engine.checkpoint.checkpoint import Checkpoint
     from backend_engine.checkpoint.stored_weights import StoredWeights
+    from backend_engine.config.engine_manifest import EngineManifest
 
 Row = tuple[str, str]
 
@@ -37,6 +38,9 @@ def inspect(path: str, trust_remote_code: bool) -> Iterable[Row]:
     checkpoint = open_checkpoint(path)
     yield "source", f"{checkpoint.kind}, {checkpoint.path}"
     yield "architecture", architecture(checkpoint.config, checkpoint.origin)
+    if checkpoint.engine is not None:
+        yield from engine_rows(checkpoint.engine)
+        return
     files = TensorFiles(checkpoint.open_tensors())
     described = files.described(f"{checkpoint.origin} of {path}")
     yield "tensors", f"{len(files)}, {size(sum(info.num_bytes for info in described.tensors.values()))} as stored"
@@ -52,6 +56,35 @@ def inspect(path: str, trust_remote_code: bool) -> Iterable[Row]:
         yield "weights in memory", f"{size(plan.num_bytes)} on a CPU, plain ones in float32"
     if facts.model_backend == "native":
         yield from forms(StoredWeights(files, quantization, described.where), checkpoint)
+
+
+def engine_rows(manifest: "EngineManifest") -> Iterable[Row]:
+    """What engine.json says; the checksums of the weights are not compared."""
+    from backend_engine.quantization.scheme_json import scheme_from_json
+
+    build = manifest.build
+    yield "built", f"{manifest.built}, format {manifest.format_version}, with {versions(manifest)}"
+    for name, value in dataclasses.asdict(build).items():
+        if name != "plugins" or value:
+            yield name, "chosen at load" if value is None else str(value)
+    yield "KV cache made for", manifest.kv_cache_dtype or "the model's dtype"
+    yield "files", f"{len(manifest.files)}, {size(sum(entry.num_bytes for entry in manifest.files.values()))}"
+    kinds: dict[str, collections.Counter[str]] = {}
+    for name, parts in manifest.packed.items():
+        for part in parts:
+            scheme = scheme_from_json(part.scheme, name)
+            kinds.setdefault(kind_of(name), collections.Counter())[describe_scheme(scheme)] += 1
+    for kind, counts in kinds.items():
+        yield kind, ", ".join(f"{count} x {kept}" for kept, count in counts.most_common())
+
+
+def versions(manifest: "EngineManifest") -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
+
+
+def kind_of(name: str) -> str:
+    """The name with N in the place of numbers."""
+    return ".".join("N" if piece.isdigit() else piece for piece in name.split("."))
 
 
 def forms(stored: "StoredWeights", checkpoint: "Checkpoint") -> Iterable[Row]:
@@ -78,9 +111,8 @@ def forms(stored: "StoredWeights", checkpoint: "Checkpoint") -> Iterable[Row]:
     for name, copies in todo.copies.items():
         if len(copies[0].source.shape) > 1:
             packing = stored.format_of(name)
-            kind = ".".join("N" if piece.isdigit() else piece for piece in name.split("."))
             kept = stored.files.describe(name).dtype if packing is None else describe_scheme(packing.scheme)
-            kinds.setdefault(kind, collections.Counter())[kept] += 1
+            kinds.setdefault(kind_of(name), collections.Counter())[kept] += 1
     for kind, counts in kinds.items():
         yield kind, ", ".join(f"{count} x {kept}" for kept, count in counts.most_common())
 

@@ -3,6 +3,7 @@
 Used by ``engine_builder.py``; ``model_engine/engine_weights.py`` reads the same names.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from backend_engine.checkpoint.hf_folder import CONFIG_FILE
 from backend_engine.model_engine.engine_weights import Piece, packed_pieces, plain_piece
 from backend_engine.model_engine.rank_shards import Shard
 from backend_engine.models.weight_rules import LoadTarget
@@ -20,7 +22,7 @@ LARGEST_FILE = 1 << 30
 
 
 class RankWriter:
-    """Keeps what it is given until a file is full."""
+    """Keeps what it is given until a file is full. The folder has a config.json, whose mode the files get."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -38,7 +40,10 @@ class RankWriter:
         """Write what is kept, if anything is."""
         if self._tensors:
             self._num_files += 1
-            save_file(self._tensors, self._folder / f"rank{self._rank}-{self._num_files:05d}.safetensors")
+            path = self._folder / f"rank{self._rank}-{self._num_files:05d}.safetensors"
+            save_file(self._tensors, path)
+            # The library writes files that only their owner can read.
+            shutil.copymode(self._folder / CONFIG_FILE, path)
         self._tensors = {}
 
 

@@ -112,9 +112,15 @@ class EngineWeights(WeightSource):
     def __init__(self, spec: ArchSpec, manifest: EngineManifest, folder: Path, readers: Sequence[TensorReader]) -> None:
         self._manifest = manifest
         self._folder = folder
-        build = manifest.build
-        self._shards = rank_shards(spec, build.tensor_parallel_size, build.pipeline_parallel_size)
-        by_rank: dict[int, list[TensorReader]] = {rank: [] for rank in range(len(self._shards))}
+        self._spec = spec
+        self._shards: list[dict[str, Shard]] = []
+        num_ranks = manifest.build.tensor_parallel_size * manifest.build.pipeline_parallel_size
+        if num_ranks > len(readers):
+            raise ModelLoadError(
+                f"{folder / ENGINE_FILE}: tensor_parallel_size and pipeline_parallel_size make {num_ranks} ranks, but "
+                f"the folder has {len(readers)} files of weights"
+            )
+        by_rank: dict[int, list[TensorReader]] = {rank: [] for rank in range(num_ranks)}
         for reader in readers:
             match = _RANK_FILE.fullmatch(reader.path.name)
             if match is None or int(match[1]) not in by_rank:
@@ -138,6 +144,9 @@ class EngineWeights(WeightSource):
         return [files.describe(name) for files in self._ranks for name in files]
 
     def check(self, outline: CausalLM) -> Mapping[str, list[PlannedRows]]:
+        build = self._manifest.build
+        # Not before it is known that the files can hold the model at all.
+        self._shards = rank_shards(self._spec, build.tensor_parallel_size, build.pipeline_parallel_size)
         targets = outline.load_targets()
         for name, rows in self._forms.items():
             layer = targets[name].layer if name in targets else None

@@ -28,7 +28,7 @@ def describe_model(model: ModelPath, model_backend: str = "auto", trust_remote_c
     """What is known of the model before it is loaded; see ``load_model`` for arguments and errors."""
     checkpoint = _opened(model)
     source = source_of(checkpoint, trust_remote_code)
-    backend = _backend(source, model_backend)
+    backend = _backend_for(checkpoint, source, model_backend)
     try:
         return backend.describe(source, checkpoint)
     except ModelLoadError as error:
@@ -51,7 +51,7 @@ def plan_memory(
     checkpoint = _opened(model)
     source = source_of(checkpoint, trust_remote_code)
     tensors = TensorOptions(DTYPES[dtype], torch.device(device))
-    return _backend(source, model_backend).plan(source, checkpoint, tensors, tp)
+    return _backend_for(checkpoint, source, model_backend).plan(source, checkpoint, tensors, tp)
 
 
 def load_model(
@@ -73,7 +73,7 @@ def load_model(
     """
     checkpoint = _opened(model)
     source = source_of(checkpoint, trust_remote_code)
-    backend = _backend(source, model_backend)
+    backend = _backend_for(checkpoint, source, model_backend)
     tensors = TensorOptions(DTYPES[dtype], torch.device(device))
     options = LoadOptions(tensors, implementations, max_attention_window or (), progress)
     return backend.load(source, checkpoint, options)
@@ -87,6 +87,19 @@ def source_of(checkpoint: Checkpoint, trust_remote_code: bool = False) -> ModelS
     """The model that the checkpoint is of. Raises ``ModelLoadError`` when it names none."""
     name = architecture(checkpoint.config, checkpoint.origin)
     return ModelSource(checkpoint.path, checkpoint.config, name, trust_remote_code, checkpoint.origin)
+
+
+def _backend_for(checkpoint: Checkpoint, source: ModelSource, name: str) -> ModelBackend:
+    """As ``_backend``; a refusal of an engine folder tells which plugins it was built with."""
+    try:
+        return _backend(source, name)
+    except ModelLoadError as error:
+        plugins = () if checkpoint.engine is None else checkpoint.engine.build.plugins
+        if not plugins:
+            raise
+        raise ModelLoadError(
+            f"{error}; the engine folder was built with plugins {', '.join(plugins)}, which have to be named again"
+        ) from None
 
 
 def _backend(source: ModelSource, name: str) -> ModelBackend:

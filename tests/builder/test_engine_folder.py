@@ -175,6 +175,11 @@ def test_an_engine_folder_is_built_into_another(llama: Path, llama_engine: Path,
     assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
 
 
+def test_all_files_have_the_same_mode(llama_engine: Path) -> None:
+    """Those of weights too, which others of a group may have to read."""
+    assert len({path.stat().st_mode for path in llama_engine.iterdir()}) == 1
+
+
 def test_a_folder_that_was_moved_loads(llama: Path, engine: Path, tmp_path: Path) -> None:
     (tmp_path / "else where").mkdir()
     moved = engine.rename(tmp_path / "else where" / "moved")
@@ -337,6 +342,32 @@ def test_an_interrupted_build_leaves_nothing_that_loads(how: signal.Signals, lla
     check_same(llama, target)
 
 
+def test_a_folder_can_be_inspected(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    float8.export(tmp_path / "source", intermediate_size=128)
+    build_engine(tmp_path / "source", tmp_path / "engine", BuildConfig(max_seq_len=99, tensor_parallel_size=2))
+    command = [sys.executable, "scripts/inspect_checkpoint.py", str(tmp_path / "engine")]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for expected in ("max_seq_len: .* 99", "max_batch_size: .* chosen at load", f"torch {re.escape(torch.__version__)}",
+                     r"layers.N.mlp.down_proj.weight: .* 2 x Float8\("):  # fmt: skip
+        assert re.search(expected, told), told
+
+
+def test_plugins_that_are_missing_are_told(engine: Path) -> None:
+    config = json.loads((engine / "config.json").read_text())
+    (engine / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
+
+    def with_plugin(manifest: EngineManifest) -> EngineManifest:
+        build = dataclasses.replace(manifest.build, plugins=("own_models",))
+        return dataclasses.replace(manifest, architecture="OwnForCausalLM", build=build)
+
+    edit(engine, with_plugin)
+    with pytest.raises(
+        ModelLoadError, match=r"OwnForCausalLM.* was built with plugins own_models, which have to be named"
+    ):
+        load_model(engine, "float32", "cpu")
+
+
 def test_forms_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -354,6 +385,10 @@ def test_forms_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
         "norm.weight with": with_parts(part, of="norm.weight"),
         "codes is F8_E4M3 of shape": with_parts(part._replace(scheme={**part.scheme, "dtype": "float8_e5m2"})),
         "is not allowed|expected": with_parts(part._replace(scheme={"scheme": "os.system"})),
+        "make 5000000000 ranks, but the folder has 1 files": lambda manifest: dataclasses.replace(
+            manifest,
+            build=dataclasses.replace(manifest.build, tensor_parallel_size=50000, pipeline_parallel_size=100000),
+        ),
         "is not there": lambda manifest: dataclasses.replace(
             manifest, packed={key: parts for key, parts in manifest.packed.items() if key != name}
         ),
