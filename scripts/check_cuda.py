@@ -3,7 +3,8 @@
 
 Runs tiny random models, one for each kind of layer and some over other forms of the KV cache, on both devices in
 float32, with greedy, sampled and penalized requests in one batch, chunked prompts and a cache that is too small, and
-compares token by token. Prints a table; exit code 1 on a difference.
+compares token by token. Then quantizes a tiny model on both and compares what rounding did to its logits. Prints
+tables; exit code 1 on a difference.
 """
 
 import random
@@ -17,6 +18,8 @@ import bench_common as common
 MODELS = ("llama", "gemma2", "phi3_long", "gpt2", "deepseek_v3", "gpt_oss", "qwen2_moe", "granite_hybrid", "mamba2")
 # Rows of the same, and the forms of the KV cache.
 CACHES = (("llama", "bfloat16"), ("llama", "fp8"), ("llama", "fp8_e5m2"), ("llama", "int8"), ("deepseek_v3", "int8"))
+# Sums in another order decide ties between two roundings otherwise, which is all that may differ.
+WORSE = 1.2
 
 
 def answers(model: Path, device: str, prompts: list[list[int]], kv_dtype: str) -> list[list[int]]:
@@ -37,6 +40,29 @@ def answers(model: Path, device: str, prompts: list[list[int]], kv_dtype: str) -
         return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def quantization_errors(device: str, scratch: Path) -> dict[str, float]:
+    """What each format does to the logits of a tiny Llama when it is quantized on ``device``, of their size."""
+    from backend_engine.checkpoint.open_checkpoint import open_checkpoint
+    from backend_engine.model_engine.model_loader import load_model
+    from backend_engine.post_training.quantize_model import quantize_checkpoint
+    from backend_engine.post_training.recipes import QFORMATS, recipe_of
+    from tests.support.tiny_models import build_tiny_model
+    from tests.support.window_logits import window_logits
+
+    rng = random.Random(1)
+    texts = [[rng.randrange(3, 96) for _ in range(40)] for _ in range(8)]
+    build_tiny_model("llama", scratch / "source")
+    expected = window_logits(load_model(scratch / "source", "float32", "cpu"), texts)
+    errors = {}
+    for qformat in QFORMATS:
+        output = scratch / f"{device}-{qformat}"
+        recipe = recipe_of(qformat, 16 if qformat.startswith("int4") else None)
+        quantize_checkpoint(open_checkpoint(scratch / "source"), output, recipe, texts, "fp8", device)
+        found = window_logits(load_model(output, "float32", "cpu"), texts)
+        errors[qformat] = float((found - expected).norm() / expected.norm())
+    return errors
+
+
 def main() -> int:
     import torch
 
@@ -54,9 +80,14 @@ def main() -> int:
             on_cpu, on_cuda = (answers(Path(folder), device, prompts, kv_dtype) for device in ("cpu", "cuda"))
         rows.append((name, kv_dtype, len(prompts), sum(a == b for a, b in zip(on_cpu, on_cuda, strict=True))))
     common.print_table(["model", "cache", "requests", "equal"], [[str(value) for value in row] for row in rows])
+    with tempfile.TemporaryDirectory() as folder:
+        errors = [quantization_errors(device, Path(folder)) for device in ("cpu", "cuda")]
+    worse = [name for name, error in errors[1].items() if error > WORSE * errors[0][name]]
+    columns = ([name, f"{errors[0][name]:.4f}", f"{errors[1][name]:.4f}"] for name in errors[0])
+    common.print_table(["quantized", "error, on the CPU", "on CUDA"], [*columns])
     total, equal = (sum(row[i] for row in rows) for i in (2, 3))
-    common.print_json({"device": torch.cuda.get_device_name(), "requests": total, "equal": equal})
-    return 0 if equal == total else 1
+    common.print_json({"device": torch.cuda.get_device_name(), "requests": total, "equal": equal, "worse": worse})
+    return 0 if equal == total and not worse else 1
 
 
 if __name__ == "__main__":

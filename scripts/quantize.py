@@ -99,7 +99,7 @@ def quantize(options: argparse.Namespace) -> dict[str, Any]:
             progress,
         )
     seconds = time.perf_counter() - started
-    peak = common.peak_bytes()
+    peak = peak_bytes_of(device)
     tell(report)
     before = after = None
     try:
@@ -125,6 +125,13 @@ def chosen_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' is not available: torch sees no CUDA device; use device 'cpu' or 'auto'")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def peak_bytes_of(device: str) -> int:
+    """The most memory that was taken so far, of the device that computed."""
+    import torch
+
+    return common.peak_bytes() if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
 def texts(options: argparse.Namespace, checkpoint: "Checkpoint", recipe: "Recipe") -> tuple[Windows, Windows]:
