@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", required=True, type=Path, help="the folder to write, which must not exist")
     parser.add_argument("--group-size", type=whole_number, help="columns that share a scale, int4 only (default: 32)")
     parser.add_argument("--calib-data", type=Path, help="a .txt or .jsonl file (default: topics of Python's manual)")
-    parser.add_argument("--calib-size", type=whole_number, default=32, help="windows of text to calibrate with (32)")
+    parser.add_argument("--calib-size", type=whole_number, default=64, help="windows of text to calibrate with (64)")
     parser.add_argument("--calib-max-seq-length", type=whole_number, default=512, help="tokens of a window (512)")
     parser.add_argument("--eval-size", type=whole_number, default=16, help="windows for the perplexity (16)")
     parser.add_argument("--no-perplexity", action="store_true", help="do not measure the perplexity")
