@@ -65,9 +65,9 @@ class BlockRounding:
         """Smooth and round the products of the layer, and let it run with what became of them."""
         names, recipe = self._names_in(block.index), self._recipe
         sites = self._sites(block.index)
-        firsts = [next(iter(site.consumers)) for site in sites] if recipe.smoothing == "awq" else []
+        firsts = [next(iter(site.consumers)) for site in sites]
         hessians = names if recipe.compensates else []
-        together = list(dict.fromkeys([*firsts, *hessians]))
+        together = list(dict.fromkeys([*(firsts if recipe.smoothing == "awq" else []), *hessians]))
         if self._num_bytes(together) <= _MAX_HESSIAN_BYTES:
             statistics = block.collect(together) if recipe.is_calibrated else {}
             for site in sites:
@@ -75,7 +75,7 @@ class BlockRounding:
             self._round(names, self._fit(names), statistics)
         else:
             for some in self._passes(firsts):
-                statistics = block.collect(some)
+                statistics = block.collect(some if recipe.smoothing == "awq" else ())
                 for site in sites:
                     if next(iter(site.consumers)) in some:
                         self._smooth(site, statistics)

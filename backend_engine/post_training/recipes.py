@@ -53,20 +53,23 @@ def _int8(scale_dtype: torch.dtype, is_packed: bool) -> IntGrid:
     return IntGrid(8, is_packed=is_packed, clip_search=False, scale_dtype=scale_dtype)
 
 
+def _int8_inputs(scale_dtype: torch.dtype) -> Recipe:
+    """One scale for a token is too coarse for the others where some channels are much larger, so they are smoothed."""
+    return Recipe(
+        "8-bit weights, a scale for each row, and inputs, a scale for each token; SmoothQuant (Xiao et al., 2022), "
+        "then rounded as GPTQ does",
+        _int8(scale_dtype, False),
+        _INT8_INPUTS,
+        smoothing="smoothquant",
+        compensates=True,
+    )
+
+
 # By name: given columns of a group (int4 only) and the dtype of scales (integers only).
 _RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
     "int8_wo": lambda _, dtype: Recipe("8-bit weights, a scale for each row", _int8(dtype, True)),
-    "int8_dyn": lambda _, dtype: Recipe(
-        "8-bit weights, a scale for each row; inputs in 8 bits, a scale for each token",
-        _int8(dtype, False),
-        _INT8_INPUTS,
-    ),
-    "int8_sq": lambda _, dtype: Recipe(
-        "as int8_dyn, after SmoothQuant (Xiao et al., 2022)",
-        _int8(dtype, False),
-        _INT8_INPUTS,
-        smoothing="smoothquant",
-    ),
+    "int8_dyn": lambda _, dtype: _int8_inputs(dtype),
+    "int8_sq": lambda _, dtype: _int8_inputs(dtype),
     "int4_awq": lambda size, dtype: Recipe(
         "4-bit weights; AWQ's factors (Lin et al., 2023), then rounded as GPTQ does",
         IntGrid(4, size, scale_dtype=dtype),
@@ -77,7 +80,10 @@ _RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
         "4-bit weights by GPTQ (Frantar et al., 2022)", IntGrid(4, size, scale_dtype=dtype), compensates=True
     ),
     "fp8": lambda _, __: Recipe(
-        "E4M3 weights, a scale for each row; inputs in E4M3, a scale for each token", Float8Grid(), _FP8_INPUTS
+        "E4M3 weights, a scale for each row, rounded as GPTQ does; inputs in E4M3, a scale for each token",
+        Float8Grid(),
+        _FP8_INPUTS,
+        compensates=True,
     ),
     "nvfp4": lambda _, __: Recipe("NVFP4 weights, rounded as GPTQ does", Nvfp4Grid(), compensates=True),
 }

@@ -105,21 +105,23 @@ def test_smoothquant_takes_outliers_out_of_the_inputs(tmp_path: Path) -> None:
     make_outliers(tmp_path / "source")
     expected = logits_of(tmp_path / "source")
     errors = {}
-    for qformat in ("int8_dyn", "int8_sq"):
-        quantized(tmp_path / "source", tmp_path / qformat, qformat)
-        errors[qformat] = error_of(tmp_path / qformat, expected)
-    assert errors["int8_sq"] < errors["int8_dyn"] / 3, errors
+    for smoothing in ("none", "smoothquant"):
+        recipe = dataclasses.replace(recipe_of("int8_sq"), smoothing=smoothing)
+        quantized(tmp_path / "source", tmp_path / smoothing, recipe)
+        errors[smoothing] = error_of(tmp_path / smoothing, expected)
+    assert errors["smoothquant"] < errors["none"] / 3, errors
 
 
-def test_experts_are_calibrated_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("qformat", ["int4_awq", "int8_sq"])
+def test_experts_are_calibrated_some_at_a_time(qformat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where their statistics would not fit together, with nearly the same result."""
     build_tiny_model("mixtral", tmp_path / "source")
     expected = logits_of(tmp_path / "source")
-    quantized(tmp_path / "source", tmp_path / "together", "int4_awq")
+    quantized(tmp_path / "source", tmp_path / "together", qformat)
     monkeypatch.setattr(block_rounding, "_MAX_HESSIAN_BYTES", 4 * 64**2 * 3)
-    quantized(tmp_path / "source", tmp_path / "apart", "int4_awq")
+    quantized(tmp_path / "source", tmp_path / "apart", qformat)
     errors = [error_of(tmp_path / name, expected) for name in ("together", "apart")]
-    assert abs(errors[0] - errors[1]) < 0.1 and max(errors) < ERRORS["int4"], errors
+    assert abs(errors[0] - errors[1]) < 0.1 and max(errors) < ERRORS[qformat[:4]], errors
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_SCHEMES)
