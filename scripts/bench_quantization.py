@@ -5,7 +5,7 @@
 
 The copy's weights are rotated by a random orthogonal matrix, which leaves the model's function as it is: a model that
 comes from a 4-bit file has so few distinct weights that 4-bit formats look lossless on it, and the rotation takes that
-away. Runs scripts/quantize.py for each format, one after the other, with the default calibration texts. What was
+away. Runs scripts/quantize.py for each format (int8_dyn is int8_sq), one after the other, with the default calibration texts. What was
 measured is kept in quantization.json of ``--output`` after each format, and a second run goes on where the first ended;
 ``--fresh`` begins anew. Writes quantization.png there too, prints the table and, last, one JSON line.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import bench_common as common
 
 SCRIPTS = Path(__file__).resolve().parent
-FORMATS = ("int8_wo", "int8_dyn", "int8_sq", "fp8", "int4_awq", "int4_gptq", "nvfp4")
+FORMATS = ("int8_wo", "int8_sq", "fp8", "nvfp4", "int4_gptq", "int4_awq")
 MOST = {"int8": 1.0, "fp8": 2.0, "int4": 8.0, "nvfp4": 8.0}
 """How many percent a perplexity may rise, by the beginning of the format's name."""
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder of Hugging Face's format (default: the model that serve.sh takes)")
     parser.add_argument("--qformats", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="FORMAT")
     parser.add_argument("--copies", nargs="+", default=["plain", "rotated"], choices=("plain", "rotated"))
+    parser.add_argument("--calib-size", type=int, default=64, help="windows of 512 tokens to calibrate with (64)")
     parser.add_argument("--eval-size", type=int, default=16, help="windows of 512 tokens for the perplexity (16)")
     parser.add_argument("--output", type=Path, default=common.ROOT / "docs" / "performance")
     parser.add_argument("--keep", type=Path, help="a folder to keep the quantized models in")
@@ -51,7 +52,8 @@ def main() -> None:
                 if any((row["copy"], row["qformat"]) == (copy, qformat) for row in rows):
                     continue
                 folder = folder or (model if copy == "plain" else rotated(model, Path(scratch)))
-                rows.append(measure(folder, copy, qformat, options.eval_size, options.keep or Path(scratch)))
+                sizes = ["--calib-size", str(options.calib_size), "--eval-size", str(options.eval_size)]
+                rows.append(measure(folder, copy, qformat, sizes, options.keep or Path(scratch)))
                 if not options.keep:
                     shutil.rmtree(Path(scratch) / f"{copy}-{qformat}")
                 path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
@@ -69,12 +71,12 @@ def rotated(model: str, scratch: Path) -> str:
     return str(scratch / "rotated")
 
 
-def measure(model: str, copy: str, qformat: str, eval_size: int, folder: Path) -> Row:
+def measure(model: str, copy: str, qformat: str, sizes: Sequence[str], folder: Path) -> Row:
     """Quantize, and keep what the script reports."""
     common.progress(f"{copy}: {qformat}")
     output = folder / f"{copy}-{qformat}"
     command = [sys.executable, str(SCRIPTS / "quantize.py"), "--model", model, "--qformat", qformat]
-    command += ["--output", str(output), "--eval-size", str(eval_size)]
+    command += ["--output", str(output), *sizes]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
     kept = ("bytes_before", "bytes_after", "perplexity_before", "perplexity_after", "quantize_s", "peak_bytes")
     rise = 100 * (report["perplexity_after"] / report["perplexity_before"] - 1)
@@ -82,7 +84,7 @@ def measure(model: str, copy: str, qformat: str, eval_size: int, folder: Path) -
     return {
         "copy": copy, "qformat": qformat, **{key: report[key] for key in kept},
         "rise_percent": round(rise, 3), "allowed_percent": allowed, "date": datetime.now(UTC).date().isoformat(),
-        "commit": common.commit(),
+        "commit": common.commit(), "sizes": " ".join(sizes),
     }  # fmt: skip
 
 

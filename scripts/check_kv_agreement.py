@@ -6,7 +6,7 @@
 
 ``alone``: share of the first tokens of all answers that are equal where each cache goes on with its own tokens, so that
 an answer counts as different from its first other token on. ``in step``: share of tokens that are equal where both are
-given the float32 answer so far. Prints a table and, last, one JSON line.
+given the float32 answer so far (``--in-step``, which takes longer). Prints a table and, last, one JSON line.
 """
 
 import argparse
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["int8", "fp8"], metavar="DTYPE")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (32)")
+    parser.add_argument("--in-step", action="store_true")
     options = parser.parse_args()
     model = options.model or common.default_model()
     expected, texts = answers(model, "float32", options.prompts, options.tokens)
@@ -33,22 +34,16 @@ def main() -> None:
         alone = sum(equal_until_other(a, b) for a, b in zip(expected, found, strict=True))
         total = sum(map(len, expected))
         whole = sum(a == b for a, b in zip(expected, found, strict=True))
-        rows.append(
-            {"kv_cache_dtype": dtype, "answers": len(expected), "equal_answers": whole, "alone": alone / total,
-             "in_step": in_step(model, dtype, texts, expected)}
-        )  # fmt: skip
-    header = ["cache", "answers", "equal answers", "alone", "in step"]
+        row = {"kv_cache_dtype": dtype, "answers": len(expected), "equal_answers": whole, "alone": alone / total}
+        if options.in_step:
+            row["in_step"] = in_step(model, dtype, texts, expected)
+        rows.append(row)
+    shares = ["alone", *(["in_step"] if options.in_step else [])]
     common.print_table(
-        header,
+        ["cache", "answers", "equal answers", *shares],
         [
-            [
-                r["kv_cache_dtype"],
-                str(r["answers"]),
-                str(r["equal_answers"]),
-                f"{r['alone']:.1%}",
-                f"{r['in_step']:.1%}",
-            ]
-            for r in rows
+            [row["kv_cache_dtype"], str(row["answers"]), str(row["equal_answers"]), *(f"{row[s]:.1%}" for s in shares)]
+            for row in rows
         ],
     )
     common.print_json({"rows": rows})
