@@ -5,9 +5,9 @@
 
 The copy's weights are rotated by a random orthogonal matrix, which leaves the model's function as it is: a model that
 comes from a 4-bit file has so few distinct weights that 4-bit formats look lossless on it, and the rotation takes that
-away. Runs scripts/quantize.py for each format (int8_dyn is int8_sq), one after the other, with the default calibration texts. What was
-measured is kept in quantization.json of ``--output`` after each format, and a second run goes on where the first ended;
-``--fresh`` begins anew. Writes quantization.png there too, prints the table and, last, one JSON line.
+away. Runs scripts/quantize.py for each format (int8_dyn is int8_sq), one after the other, with the default calibration
+texts. What was measured is kept in quantization.json of ``--output`` after each format, and a second run goes on where
+the first ended; ``--fresh`` begins anew. Writes quantization.png there too, prints the table and, last, one JSON line.
 """
 
 import argparse
