@@ -48,7 +48,8 @@ class QuantizedModel:
     """What became of a model, by the names of our parameters; all that is not named is as the checkpoint has it.
 
     weights: on ``grid``. changed: new values of plain parameters, in the form in which the loader fills them and in the
-    dtype in which they are to be stored. inputs: ``input_activations`` of compressed-tensors, ``None`` = not rounded.
+    dtype in which they are to be stored. inputs: ``input_activations`` of compressed-tensors, ``None`` = not rounded;
+    inputs_kept: those of ``weights`` whose inputs are not rounded all the same.
     kv_scheme: ``kv_cache_scheme``; kv_scales: of keys and values, by layer.
     """
 
@@ -56,6 +57,7 @@ class QuantizedModel:
     weights: Mapping[str, QuantizedWeight]
     changed: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, Any] | None = None
+    inputs_kept: frozenset[str] = frozenset()
     kv_scheme: Mapping[str, Any] | None = None
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -66,9 +68,10 @@ def quantization_config(
     ignore: Sequence[str],
     kv_scheme: Mapping[str, Any] | None = None,
     targets: Sequence[str] = ("Linear",),
+    inputs_kept: Sequence[str] = (),
 ) -> dict[str, Any]:
     """``quantization_config`` of config.json. inputs, kv_scheme: see ``QuantizedModel``. ignore: modules whose weights
-    are plain. targets: what the rest is.
+    are plain. targets: what the rest is. inputs_kept: modules of the rest whose inputs are not rounded.
     """
     group = {
         "targets": list(targets),
@@ -77,11 +80,15 @@ def quantization_config(
         "output_activations": None,
         "format": grid.packing,
     }
+    groups = {"group_0": group}
+    if inputs is not None and inputs_kept:
+        # Modules by name come before classes.
+        groups["group_1"] = {**group, "targets": list(inputs_kept), "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": grid.packing,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": list(ignore),
         "kv_cache_scheme": None if kv_scheme is None else dict(kv_scheme),
         "version": _VERSION,
@@ -128,7 +135,8 @@ def write_quantized(
     packed = [module_of(copies[0].source.name) for copies in chosen]
     targets = ["Linear", *(module for module in packed if "embed" in module.rpartition(".")[2])]
     ignore = _left_plain(source, set(packed))
-    section = quantization_config(model.grid, model.inputs, ignore, model.kv_scheme, targets)
+    kept = [module_of(copies[0].source.name) for copies in chosen if copies[0].parameter in model.inputs_kept]
+    section = quantization_config(model.grid, model.inputs, ignore, model.kv_scheme, targets, kept)
     config = {**checkpoint.config, "quantization_config": section}
     notes = write_model_files(checkpoint, folder, config, trust_remote_code)
     files = WeightFiles(folder, max_file_bytes)

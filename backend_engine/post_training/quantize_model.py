@@ -15,6 +15,7 @@ from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.errors import ConfigError
 from backend_engine.layers.linear import Linear
+from backend_engine.layers.mlp import GatedMlp
 from backend_engine.models.causal_lm import CausalLM
 from backend_engine.post_training.block_rounding import BlockRounding, RoundingNote
 from backend_engine.post_training.block_walk import BlockWalk
@@ -79,11 +80,18 @@ def quantize_checkpoint(
             rounding.weights,
             {name: t.to(source.dtype) for name, t in stored_parameters(loaded.model, rounding.changed).items()},
             recipe.inputs,
+            _behind_gates(loaded.model) if recipe.keeps_gated_inputs else frozenset(),
             KV_SCHEMES[kv_cache_dtype],
             kv_scales if kv_cache_dtype == "fp8" else {},
         )
         notes = write_quantized(checkpoint, source, folder, model, trust_remote_code, progress)
     return QuantizationReport(len(rounding.weights), left_plain, tuple(rounding.notes), notes)
+
+
+def _behind_gates(model: CausalLM) -> frozenset[str]:
+    """The products that read what a gate lets through, by the names of their weights."""
+    gated = (path for path, module in model.named_modules() if isinstance(module, GatedMlp))
+    return frozenset(f"{path}.down_proj.weight" for path in gated)
 
 
 def products(source: SourceWeights, recipe: Recipe) -> tuple[list[str], dict[str, str]]:

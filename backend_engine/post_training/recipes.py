@@ -28,7 +28,9 @@ _FP8_INPUTS: Mapping[str, Any] = {**_PER_TOKEN, "type": "float"}
 class Recipe:
     """grid: of the weights of all layers' products. inputs: how they are rounded, ``input_activations`` of
     compressed-tensors, ``None`` = not at all. smoothing: ``smoothquant``, ``awq`` or ``none``. compensates: whether
-    weights are rounded as GPTQ does it, instead of each number for itself.
+    weights are rounded as GPTQ does it, instead of each number for itself. keeps_gated_inputs: whether inputs that are
+    the product of a gate and what it lets through are not rounded: such products have outliers of their own in each
+    token.
     """
 
     about: str
@@ -36,6 +38,7 @@ class Recipe:
     inputs: Mapping[str, Any] | None = None
     smoothing: str = "none"
     compensates: bool = False
+    keeps_gated_inputs: bool = False
 
     @property
     def is_calibrated(self) -> bool:
@@ -62,6 +65,7 @@ def _int8_inputs(scale_dtype: torch.dtype) -> Recipe:
         _INT8_INPUTS,
         smoothing="smoothquant",
         compensates=True,
+        keeps_gated_inputs=True,
     )
 
 
