@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bench_common as common
+from bench_load import files_of
 from command_line import OneLineParser, ProgressBar, whole_number
 
 from backend_engine.errors import ConfigError, EngineError
@@ -189,10 +190,7 @@ def tell(report: "QuantizationReport") -> None:
 
 def weight_bytes_of(model: Path) -> int:
     """Bytes of the files that hold weights."""
-    if model.is_file():
-        return model.stat().st_size
-    endings = (".safetensors", ".bin", ".gguf", ".nemo", ".distcp", ".ckpt", ".pt")
-    return sum(path.stat().st_size for path in model.rglob("*") if path.suffix in endings)
+    return sum(path.stat().st_size for path in files_of(model))
 
 
 def in_json(value: Any) -> Any:

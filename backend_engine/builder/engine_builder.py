@@ -6,7 +6,6 @@ what a library packs its own way is packed at load. The folder appears when it i
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from backend_engine.builder.model_files import write_model_files
 from backend_engine.builder.new_folder import new_folder
-from backend_engine.builder.rank_files import RankWriter, parts_of, stored_of
+from backend_engine.builder.rank_files import RankWriter, stored_of
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.hf_folder import architecture
 from backend_engine.checkpoint.loader import Progress
@@ -35,7 +34,7 @@ from backend_engine.config.library_versions import library_versions
 from backend_engine.config.model_facts import ModelFacts
 from backend_engine.config.resolve import DeviceInfo, resolve
 from backend_engine.errors import ConfigError
-from backend_engine.model_engine.engine_weights import packed_pieces, plain_piece
+from backend_engine.model_engine.engine_weights import packed_pieces, parts_of, plain_piece
 from backend_engine.model_engine.memory_plan import outline
 from backend_engine.model_engine.model_loader import DTYPES, describe_model, source_of
 from backend_engine.model_engine.native_backend import family_of, weight_source
@@ -212,11 +211,11 @@ class _Engine:
     def manifest(self, files: Mapping[str, FileEntry], facts: ModelFacts) -> EngineManifest:
         """What engine.json says."""
         method = self._checkpoint.config.get("quantization_config") or {}
-        kinds = Counter(str(form.scheme) for forms in self._forms.values() for form in forms)
+        num_packed = sum(len(forms) for forms in self._forms.values())
         return EngineManifest(
             architecture=self._architecture,
             build=self._build,
-            quantization={"quant_method": method.get("quant_method"), "num_packed": sum(kinds.values())},
+            quantization={"quant_method": method.get("quant_method"), "num_packed": num_packed},
             kv_cache_dtype=facts.kv_cache_dtype,
             kv_scales=dict(self._weights.kv_scales()),
             packed=self._forms,

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend_engine.checkpoint.hf_folder import CONFIG_FILE
-from backend_engine.model_engine.engine_weights import Piece, packed_pieces, plain_piece
+from backend_engine.model_engine.engine_weights import Piece, packed_pieces, parts_of, plain_piece
 from backend_engine.model_engine.rank_shards import Shard
 from backend_engine.models.weight_rules import LoadTarget
-from backend_engine.quantization.packed import PackedPart
 
 LARGEST_FILE = 1 << 30
 """Bytes after which a new file is begun."""
@@ -45,11 +44,6 @@ class RankWriter:
             # The library writes files that only their owner can read.
             shutil.copymode(self._folder / CONFIG_FILE, path)
         self._tensors = {}
-
-
-def parts_of(target: LoadTarget) -> list[PackedPart]:
-    """The packed parts of a layer's weight, none where it is plain."""
-    return [] if target.layer is None else target.layer.packed_parts
 
 
 def stored_of(name: str, target: LoadTarget, shard: Shard) -> dict[str, Tensor]:

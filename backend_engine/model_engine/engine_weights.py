@@ -16,6 +16,7 @@ from torch import Tensor
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.checkpoint.stored_weights import TensorFiles
 from backend_engine.checkpoint.tensor_reader import TensorReader
+from backend_engine.checkpoint.torch_file import DTYPE_NAMES
 from backend_engine.config.engine_files import check_weight_files
 from backend_engine.config.engine_manifest import ENGINE_FILE, EngineManifest
 from backend_engine.core.tensor_info import TensorInfo
@@ -32,11 +33,6 @@ from backend_engine.quantization.weight_format import FLOAT_DTYPES
 from backend_engine.quantization.weight_scheme import Component
 
 _RANK_FILE = re.compile(r"rank(\d+)-\d+\.safetensors")
-DTYPE_NAMES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
-"""As safetensors spells them."""
 
 
 class Piece(NamedTuple):
@@ -51,6 +47,11 @@ class Piece(NamedTuple):
     dtypes: tuple[str, ...]
     rows: tuple[tuple[slice, slice], ...] | None
     columns: slice | None
+
+
+def parts_of(target: LoadTarget) -> list[PackedPart]:
+    """The packed parts of a layer's weight, none where it is plain."""
+    return [] if target.layer is None else target.layer.packed_parts
 
 
 def plain_piece(name: str, shape: Sequence[int], shard: Shard) -> Piece:
@@ -166,7 +167,7 @@ class EngineWeights(WeightSource):
     def _check_columns(self, name: str, target: LoadTarget) -> None:
         """Some forms can hold only some numbers of columns, such as even ones."""
         num_columns = target.shape[1]
-        for part in [] if target.layer is None else target.layer.packed_parts:
+        for part in parts_of(target):
             found = part.scheme.num_columns(part.tensors)
             if found != num_columns:
                 raise ModelLoadError(
@@ -243,7 +244,7 @@ class EngineWeights(WeightSource):
 
     def _check_order(self, name: str, target: LoadTarget) -> None:
         """An order of columns must be one, or a product would read beyond its input."""
-        for part in [] if target.layer is None else target.layer.packed_parts:
+        for part in parts_of(target):
             order = part.tensors.get("order")
             if order is not None and not torch.equal(order.sort().values, torch.arange(order.numel()).to(order)):
                 raise ModelLoadError(
