@@ -88,6 +88,7 @@ _RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
         Float8Grid(),
         _FP8_INPUTS,
         compensates=True,
+        keeps_gated_inputs=True,
     ),
     "nvfp4": lambda _, __: Recipe("NVFP4 weights, rounded as GPTQ does", Nvfp4Grid(), compensates=True),
 }
