@@ -7,7 +7,7 @@ allows them only at the price of starting each model's process twice.
 from pathlib import Path
 
 # A tensor that only our own templates declare, by model.
-_MARKS = {"tensorrt_llm": "piecewise", "preprocessing": "RETURN_ERRORS_IN_BAND", "postprocessing": "ERROR_CODE"}
+_MARKS = {"tensorrt_llm": "piece_group", "preprocessing": "RETURN_ERRORS_IN_BAND", "postprocessing": "ERROR_CODE"}
 
 
 def needs_completion(repository: Path) -> bool:

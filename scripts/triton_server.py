@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -24,6 +25,8 @@ from paths import default_log_path, make_run_dir
 from repository_check import needs_completion
 from server_log import ModelEvent, ServerLog
 from triton_process import ProcessGuard, check_ports, group_members, kill_group, remove_shared_memory, stub_model
+
+from backend_engine.ops.native_library import NativeLibraryError, compile_ahead
 
 ADMIN_HEADER = "inflight-admin-key"
 GRPC_ADMIN_HEADER = f"triton-grpc-protocol-{ADMIN_HEADER}"
@@ -60,6 +63,16 @@ class ServerOptions:
     admin_key: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     extra_arguments: tuple[str, ...] = ()
+
+
+def _compile_operators() -> None:
+    """Before the server waits for a model that does it. What stands in the way, the engine tells and does without."""
+    if os.environ.get("ENGINE_OPS") == "torch":
+        return
+    with contextlib.suppress(NativeLibraryError, OSError, RuntimeError):
+        start = time.monotonic()
+        if compile_ahead():
+            print(f"compiled the native operators in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
 class TritonServer:
@@ -137,6 +150,7 @@ class TritonServer:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
+        _compile_operators()
         self._launch(installation)
 
     def restart(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backend_engine.attention.paged_kv import PagedKv
+from backend_engine.ops.native_runtime import NativeStep
 from backend_engine.ops.torch_ops import TorchOps
 
 IntArray = npt.NDArray[Any]
@@ -72,6 +73,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     # When nobody names a backend, the supported one with the highest preference is taken.
     preference: ClassVar[int]
+    # What ``prepare`` fills for the native library, at one address; ``None`` where the backend does not run on it.
+    native_step: NativeStep | None = None
 
     @abstractmethod
     def __init__(self, ops: TorchOps, device: torch.device) -> None:

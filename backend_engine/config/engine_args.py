@@ -25,9 +25,14 @@ class EngineArgs:
     have the architecture). trust_remote_code: whether code in the folder may run.
     generation_config: whether requests that leave temperature, top_k, top_p, min_p, repetition_penalty or max_tokens
     unset take those of the model's generation_config.json (``model``) or not (``ignore``).
-    operators: what the layers compute with, ``auto`` (torch) or the name of a plugin's. plugins: modules, .py files and
-    package folders with plugins, besides those of installed packages, which ``none`` leaves out; empty = those of the
-    environment variable ENGINE_PLUGINS.
+    operators: what layers compute with: ``native`` (C, compiled on this machine), ``torch``, a plugin's by its name,
+    ``auto`` (native on a CPU). weight_only_precision: the form in which plain weights stay in a CPU's memory, while
+    float32 is what is computed in: ``auto`` (that of dtype), ``float16``, ``bfloat16``, ``int8`` (a scale for each
+    row). batch_invariant: whether logits must have the same bits whatever is computed beside them; ``None`` = where it
+    can be had, true refuses to start where it cannot. record_layers: whether the layers' operations are recorded at
+    start and run as one call, on a CPU with native operators.
+    plugins: modules, .py files and package folders with plugins, besides those of installed packages, which ``none``
+    leaves out; empty = those of the environment variable ENGINE_PLUGINS.
     skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.
     step_timeout_s: a step that takes longer counts as stuck, ``None`` = chosen. iter_stats_max_iterations: steps kept
     for ``get_stats``. debug_*: test hooks (``executor/fault_injection.py``).
@@ -45,6 +50,9 @@ class EngineArgs:
     scheduler_config: SchedulerConfig | None = None
     attention_backend: str = "auto"
     operators: str = "auto"
+    weight_only_precision: str = "auto"
+    batch_invariant: bool | None = None
+    record_layers: bool = True
     plugins: tuple[str, ...] = ()
     model_backend: str = "auto"
     generation_config: str = "ignore"

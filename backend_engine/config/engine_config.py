@@ -52,7 +52,8 @@ class EngineConfig:
 
     model_dir: a checkpoint in any format, or an engine folder. dtype: ``float32``, ``bfloat16`` or ``float16``.
     device: ``cpu`` or ``cuda``.
-    operators: a name of the registry ``OPERATORS``.
+    operators: a name of the registry ``OPERATORS``. weight_only_precision: form of plain weights in memory. Of both,
+    and of batch_invariant and record_layers, see ``EngineArgs``.
     model_backend: ``native`` or ``transformers``. trust_remote_code: whether code in the model's folder may run.
     max_seq_len: most tokens of a request, prompt and output together. max_input_len: longest prompt. num_threads:
     torch's CPU threads, 0 = torch's own choice. step_timeout_s: seconds after which a step that has not returned counts
@@ -69,6 +70,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention_backend: str = "torch"
     operators: str = "torch"
+    weight_only_precision: str = "float32"
+    batch_invariant: bool = False
+    record_layers: bool = True
     model_backend: str = "native"
     trust_remote_code: bool = False
     num_threads: int = 0

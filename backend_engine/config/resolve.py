@@ -18,6 +18,7 @@ from backend_engine.errors import ConfigError
 from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, OPERATORS, WAITING_QUEUES
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_ONLY_PRECISIONS = ("float16", "bfloat16", "int8")
 DEVICES = ("cpu", "cuda")
 KV_LAYOUTS = ("paged", "contiguous")
 GPU_MAX_NUM_TOKENS = 8192
@@ -54,8 +55,9 @@ def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Res
     max_input_len = _max_input_len(args.max_input_len, max_seq_len)
     scheduler = _scheduler(args, device, max_seq_len, reasons)
     kv_cache = _kv_cache(args.kv_cache_config or KvCacheConfig(), model, dtype, max_seq_len, reasons)
-    operators = "torch" if args.operators == "auto" else args.operators
+    operators = ("native" if device == "cpu" else "torch") if args.operators == "auto" else args.operators
     _check_name("operators", operators, OPERATORS.names())
+    precision = _weight_only_precision(args.weight_only_precision, device, dtype)
     _check_name("generation_config", args.generation_config, GENERATION_CONFIGS)
     num_threads = args.num_threads
     if num_threads < 0:
@@ -82,6 +84,9 @@ def resolve(args: EngineArgs, model: ModelFacts, device_info: DeviceInfo) -> Res
         scheduler=scheduler,
         attention_backend=args.attention_backend,
         operators=operators,
+        weight_only_precision=precision,
+        batch_invariant=bool(args.batch_invariant),
+        record_layers=args.record_layers,
         model_backend=model.model_backend,
         trust_remote_code=args.trust_remote_code,
         num_threads=num_threads,
@@ -100,6 +105,17 @@ def _choose(value: str, name: str, allowed: tuple[str, ...]) -> str | None:
     if value not in allowed:
         raise ConfigError(f"{name} {value!r} is not allowed; use auto, {', '.join(allowed)}")
     return value
+
+
+def _weight_only_precision(wanted: str, device: str, dtype: str) -> str:
+    """The form of plain weights in memory; other forms than the dtype's are the native library's, on a CPU."""
+    precision = _choose(wanted, "weight_only_precision", WEIGHT_ONLY_PRECISIONS) or dtype
+    if precision != dtype and (device, dtype) != ("cpu", "float32"):
+        raise ConfigError(
+            f"weight_only_precision {wanted!r} is not allowed with device {device} and dtype {dtype}; use device cpu "
+            "and dtype float32, or a checkpoint from scripts/quantize.py"
+        )
+    return precision
 
 
 def _device(info: DeviceInfo, reasons: list[str]) -> str:

@@ -56,7 +56,7 @@ class SchedulerOutput:
     @cached_property
     def logits_rows(self) -> tuple[ScheduledRequest, ...]:
         """The rows that yield a token, in batch order; decoder outputs are aligned with these."""
-        return tuple(row for row in self.rows if row.needs_logits)
+        return tuple([row for row in self.rows if row.needs_logits])
 
     @property
     def batch_size(self) -> int:
@@ -64,11 +64,11 @@ class SchedulerOutput:
 
     @cached_property
     def num_context_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.context)
+        return sum([row.num_tokens for row in self.context])
 
     @cached_property
     def num_tokens(self) -> int:
-        return self.num_context_tokens + sum(row.num_tokens for row in self.generation)
+        return self.num_context_tokens + sum([row.num_tokens for row in self.generation])
 
     @property
     def is_generation_only(self) -> bool:

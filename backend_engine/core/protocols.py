@@ -1,6 +1,6 @@
 """The few interfaces that cross rooms. No implementation lives here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 from backend_engine.core.outputs import RequestOutput
@@ -14,13 +14,15 @@ class PrefixMatch(NamedTuple):
 
     ``num_tokens`` (a multiple of ``tokens_per_block``, always less than the request's tokens) can be reused.
     Of the ``num_tokens // tokens_per_block`` blocks, ``num_held_blocks`` are held by other requests now and so
-    cost no free block; the rest come out of the free ones. ``is_pending``: a running request is computing the
-    next block right now, so waiting a step beats computing it again.
+    cost no free block; the rest come out of the free ones. ``is_pending``: another request computes the block after
+    them, or is about to, and this one can take it from there. ``next_block`` names the block after them, of those that
+    this request would fill with its context; ``None`` = it would fill none.
     """
 
     num_tokens: int
     num_held_blocks: int
     is_pending: bool
+    next_block: bytes | None = None
 
 
 class KvCapacity(Protocol):
@@ -49,10 +51,10 @@ class KvCapacity(Protocol):
         """Blocks that would become free if this request let go (those it shares with nobody)."""
         ...
 
-    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, claimed: Set[bytes] = frozenset()) -> PrefixMatch:
         """Look the beginning of a waiting request up.
 
-        ``beside``: requests that are admitted in the same step; what they are about to compute is pending too.
+        ``claimed``: the ``next_block`` of each request that is admitted in the same step; they are pending too.
         """
         ...
 

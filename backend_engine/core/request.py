@@ -178,8 +178,9 @@ class LlmRequest:
 
     def advance(self, num_tokens: int) -> None:
         """Count ``num_tokens`` more as computed; called as soon as the step that computes them is launched."""
-        assert 0 < num_tokens <= self.num_pending_tokens, (num_tokens, self)
-        self.num_computed_tokens += num_tokens
+        num_computed = self.num_computed_tokens + num_tokens
+        assert num_tokens > 0 and num_computed <= self.num_tokens + self.num_promised_tokens, (num_tokens, self)
+        self.num_computed_tokens = num_computed
 
     def count_context_logits(self) -> None:
         """The logits of the prompt tokens computed so far are on their way; a pause does not ask for them again."""

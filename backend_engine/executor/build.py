@@ -22,6 +22,7 @@ from backend_engine.config.library_versions import differences
 from backend_engine.config.resolve import DeviceInfo, resolve
 from backend_engine.config.sampling_defaults import SamplingDefaults
 from backend_engine.decoder.decoder import Decoder
+from backend_engine.executor.collector import spare_the_steps
 from backend_engine.executor.fault_injection import create_faults
 from backend_engine.executor.iteration_stats import RuntimeMemory
 from backend_engine.executor.memory_report import MemoryUse, report_memory
@@ -67,6 +68,7 @@ def create_engine(args: EngineArgs) -> Engine:
         _logger.info("chosen: %s", reason)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    spare_the_steps(config.scheduler.max_batch_size)
     if checkpoint.engine is not None:
         _log_engine_folder(checkpoint.engine, config)
     planned = _planned_memory(config, checkpoint)
@@ -74,7 +76,7 @@ def create_engine(args: EngineArgs) -> Engine:
         checkpoint,
         config.dtype,
         config.device,
-        Implementations(config.attention_backend, config.operators),
+        Implementations(config.attention_backend, config.operators, config.weight_only_precision),
         _ProgressLog(args.model),
         config.kv_cache.max_attention_window,
         config.model_backend,
@@ -127,7 +129,14 @@ def device_info() -> DeviceInfo:
 
 def _planned_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryUse:
     """What weights and cache will take, by the files' headers and the memory that is free before they are read."""
-    plan = plan_memory(checkpoint, config.dtype, config.device, config.model_backend, config.trust_remote_code)
+    plan = plan_memory(
+        checkpoint,
+        config.dtype,
+        config.device,
+        config.model_backend,
+        config.trust_remote_code,
+        weight_only_precision=config.weight_only_precision,
+    )
     if plan is None:
         return MemoryUse()
     if plan.cache_specs is None:
@@ -162,7 +171,7 @@ def _create_executor(config: EngineConfig, loaded: LoadedModel, num_blocks: int,
             scheduler.max_batch_size,
             kv_cache.enable_block_reuse,
         ),
-        model_engine=ModelEngine(loaded, pool, limits),
+        model_engine=ModelEngine(loaded, pool, limits, config.record_layers, config.batch_invariant),
         decoder=Decoder(loaded.traits.vocab_size, options.device),
         faults=create_faults(config.debug_step_delay_ms, config.debug_fail_on_tokens, config.debug_hang_on_tokens),
         dump=StepDump(dump_path) if dump_path else NoDump(),

@@ -256,7 +256,7 @@ class PyExecutor:
     def _apply(self, output: SchedulerOutput, decoded: DecoderOutput) -> list[LlmRequest]:
         """Give each request its token; return those that end with it."""
         finished: list[LlmRequest] = []
-        outgoing = self._outgoing
+        outgoing, failures = self._outgoing, decoded.failures
         is_plain = decoded.logprobs is None and not decoded.generation_logits
         num_generated, now = 0, time.monotonic()
         gaps: list[float] = []
@@ -268,23 +268,23 @@ class PyExecutor:
             request = row.request
             if request.finish_reason is not None:
                 continue
-            failure = decoded.failures.get(request.request_id)
+            failure = failures.get(request.request_id) if failures else None
             if failure is not None:
                 request.finish(FinishReason.ERROR, error=failure)
                 finished.append(request)
                 outgoing.append((request, final_output(request, [], self._kv_cache.usage(request.request_id))))
                 continue
             finish = finish_reason(request, token_id)
-            token_ids: list[int] = []
-            if finish is None or finish.keep_token:
+            token_ids = [token_id] if finish is None or finish.keep_token else []
+            if token_ids:
                 request.append_token(token_id)
-                token_ids.append(token_id)
                 num_generated += 1
-                if request.last_token_time is None:
+                last = request.last_token_time
+                if last is None:
                     request.first_token_time = now
                     self._recorder.note_first_token(request)
                 else:
-                    gaps.append(now - request.last_token_time)
+                    gaps.append(now - last)
                 request.last_token_time = now
                 if request.stop_matcher is not None:
                     word = request.stop_matcher.append(token_id)

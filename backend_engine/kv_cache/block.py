@@ -9,17 +9,17 @@ from collections.abc import Iterator
 class KVCacheBlock:
     """One block of ``tokens_per_block`` tokens.
 
-    ``ref_count``: block tables that hold it. ``block_hash`` and ``token_ids`` are set while the prefix index knows
-    it. ``prev_free`` and ``next_free`` belong to ``FreeBlockQueue``.
+    ``ref_count``: block tables that hold it. ``block_hash`` and ``tokens`` (packed) are set while the prefix index
+    knows it. ``prev_free`` and ``next_free`` belong to ``FreeBlockQueue``.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count", "token_ids")
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count", "tokens")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        self.token_ids: tuple[int, ...] | None = None
+        self.tokens: bytes | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

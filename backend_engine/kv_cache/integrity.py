@@ -11,7 +11,7 @@ from backend_engine.core.outputs import KvUsage
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache import prefix_index
 from backend_engine.kv_cache.block_pool import BlockPool
-from backend_engine.kv_cache.prefix_index import BlockHash, HashChain, PrefixIndex
+from backend_engine.kv_cache.prefix_index import BYTES_PER_TOKEN, BlockHash, HashChain, PrefixIndex
 from backend_engine.kv_cache.request_blocks import BlockTable, RequestBlocks
 
 
@@ -77,8 +77,9 @@ def _check_index(state: CacheState) -> None:
     for block_hash, entry in state.index.entries():
         block = entry.block
         assert block.block_hash == block_hash, f"{block} is indexed under another hash"
-        assert block.token_ids is not None and len(block.token_ids) == state.tokens_per_block, f"tokens of {block}"
-        expected = prefix_index.hash_block(entry.parent_hash, block.token_ids)
+        assert block.tokens is not None, f"{block} has lost its tokens"
+        assert len(block.tokens) == state.tokens_per_block * BYTES_PER_TOKEN, f"tokens of {block}"
+        expected = prefix_index.hash_block(entry.parent_hash, block.tokens)
         assert expected == block_hash, f"tokens of {block} hash to {expected.hex()}, not {block_hash.hex()}"
     num_hashed = sum(block.block_hash is not None for block in state.pool.blocks)
     assert num_hashed == len(state.index), f"{num_hashed} blocks have a hash, {len(state.index)} are indexed"

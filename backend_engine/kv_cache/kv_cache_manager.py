@@ -4,7 +4,7 @@ Owned by the executor thread. Answers the scheduler's questions (``KvCapacity``)
 writer of blocks, ref counts, block tables and hashes; it never touches requests or tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Set
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.block import KVCacheBlock
 from backend_engine.kv_cache.block_pool import BlockPool
 from backend_engine.kv_cache.integrity import CacheState, check_cache
-from backend_engine.kv_cache.prefix_index import BlockHash, HashChain, Place, PrefixIndex
+from backend_engine.kv_cache.prefix_index import HashChain, Place, PrefixIndex
 from backend_engine.kv_cache.request_blocks import BlockTable, RequestBlocks
 
 _NO_USAGE = KvUsage(0, 0)
@@ -80,27 +80,36 @@ class KVCacheManager:
         holding = self._holdings.get(request_id)
         return 0 if holding is None else sum(block.ref_count == 1 for block in holding.blocks)
 
-    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, claimed: Set[bytes] = frozenset()) -> PrefixMatch:
         """Look the beginning of a waiting request up; at least its last token is left to compute.
 
-        Nothing matches for a request that gives back its prompt's logits: every token has to be computed for them.
+        Nothing matches for a request that gives back its prompt's logits: every token has to be computed for them, and
+        it waits for nobody, but others may wait for it.
         """
-        if not self._enable_block_reuse or request.sampling_params.return_context_logits:
+        if not self._enable_block_reuse:
             return PrefixMatch(0, 0, False)
-        max_blocks = (request.num_tokens - 1) // self.tokens_per_block
-        keys = self._chain(request).extend(request, max_blocks)
+        # The last token's logits are wanted: a block that ends with it cannot be taken, neither now nor later.
+        max_reused = (request.num_tokens - 1) // self.tokens_per_block
+        num_full = request.num_tokens // self.tokens_per_block
+        keys = self._chain(request).extend(request, num_full)
         place: Place = request.cache_salt
-        num_held = 0
-        for i in range(max_blocks):
-            entry = self._index.find(keys[i], place)
+        num_reused = num_held = 0
+        for key in keys[:max_reused]:
+            entry = self._index.find(key, place)
             if entry is None:
-                is_pending = self._index.is_pending(keys[i].block_hash, request.request_id) or any(
-                    self._will_compute(other, i, keys[i].block_hash) for other in beside
-                )
-                return PrefixMatch(i * self.tokens_per_block, num_held, is_pending)
+                break
+            num_reused += 1
             num_held += entry.block.ref_count > 0
             place = entry.content_id
-        return PrefixMatch(max_blocks * self.tokens_per_block, num_held, False)
+        next_block = keys[num_reused].block_hash if num_reused < num_full else None
+        if request.sampling_params.return_context_logits:
+            return PrefixMatch(0, 0, False, next_block)
+        is_pending = (
+            next_block is not None
+            and num_reused < max_reused
+            and (next_block in claimed or self._index.is_pending(next_block, request.request_id))
+        )
+        return PrefixMatch(num_reused * self.tokens_per_block, num_held, is_pending, next_block)
 
     def usage(self, request_id: int) -> KvUsage:
         """Blocks a request took over its life so far, those given up in pauses included; none for one the cache does
@@ -116,8 +125,9 @@ class KVCacheManager:
     def block_tables(self, output: SchedulerOutput) -> np.ndarray:
         """Block ids of each row's request: int32 ``[batch_size, max_blocks_used]``, filled up with 0. A fresh array."""
         holdings = self._holdings
-        rows = [holdings[row.request.request_id] for row in output.rows]
-        return self._table.gather([row.slot for row in rows], max((len(row.blocks) for row in rows), default=0))
+        of_rows = [holdings[row.request.request_id] for row in output.rows]
+        num_blocks = max([len(holding.blocks) for holding in of_rows], default=0)
+        return self._table.gather([holding.slot for holding in of_rows], num_blocks)
 
     # Verbs: the three of a step, in this order.
 
@@ -134,6 +144,8 @@ class KVCacheManager:
             if row.request.request_id not in holdings:
                 self._begin(row)
         for request, start, num_tokens, _, _ in output.rows:
+            if num_tokens == 1 and start % tokens_per_block:
+                continue  # the usual generation row, whose token goes where the one before it went
             holding = holdings[request.request_id]
             num_new = -(-(start + num_tokens) // tokens_per_block) - len(holding.blocks)
             if num_new > 0:
@@ -183,12 +195,6 @@ class KVCacheManager:
         )
 
     # The parts of the verbs.
-
-    def _will_compute(self, request: LlmRequest, index: int, block_hash: BlockHash) -> bool:
-        """True if block ``index`` of a request about to begin is the one with this hash."""
-        if (index + 1) * self.tokens_per_block > request.num_tokens:
-            return False
-        return self._chain(request).extend(request, index + 1)[index].block_hash == block_hash
 
     def _chain(self, request: LlmRequest) -> HashChain:
         chain = self._chains.get(request.request_id)

@@ -14,6 +14,8 @@ from backend_engine.kv_cache.block import KVCacheBlock
 
 BlockHash = NewType("BlockHash", bytes)
 
+BYTES_PER_TOKEN = 8
+
 _HASH_BYTES = 16
 
 
@@ -24,17 +26,22 @@ def root_hash(salt: str) -> BlockHash:
     )
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Hash (blake2b) of a full block: that of the block before it, and its own tokens."""
-    return BlockHash(hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=_HASH_BYTES).digest())
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as ``BYTES_PER_TOKEN`` each: to be hashed, and compared at once, without an object for each token."""
+    return array("q", token_ids).tobytes()
+
+
+def hash_block(parent: BlockHash, tokens: bytes) -> BlockHash:
+    """Hash (blake2b) of a full block: that of the block before it, and its own packed tokens."""
+    return BlockHash(hashlib.blake2b(parent + tokens, digest_size=_HASH_BYTES).digest())
 
 
 class BlockKey(NamedTuple):
-    """What a full block of a text looks like: its hash, the hash before it and its tokens."""
+    """What a full block of a text looks like: its hash, the hash before it and its packed tokens."""
 
     block_hash: BlockHash
     parent_hash: BlockHash
-    token_ids: tuple[int, ...]
+    tokens: bytes
 
 
 class HashChain:
@@ -51,11 +58,16 @@ class HashChain:
         """All keys computed so far, at least ``num_blocks`` of them; the request must know that many tokens."""
         keys, size = self.keys, self._tokens_per_block
         assert num_blocks * size <= request.num_tokens, f"{num_blocks} blocks of {size} tokens asked of {request}"
+        num_known = len(keys)
+        if num_known >= num_blocks:
+            return keys
         parent = keys[-1].block_hash if keys else root_hash(self.salt)
-        for i in range(len(keys), num_blocks):
-            token_ids = tuple(request.token_ids(i * size, (i + 1) * size))
-            block_hash = hash_block(parent, token_ids)
-            keys.append(BlockKey(block_hash, parent, token_ids))
+        packed = pack_tokens(request.token_ids(num_known * size, num_blocks * size))
+        block_bytes = size * BYTES_PER_TOKEN
+        for begin in range(0, len(packed), block_bytes):
+            tokens = packed[begin : begin + block_bytes]
+            block_hash = hash_block(parent, tokens)
+            keys.append(BlockKey(block_hash, parent, tokens))
             parent = block_hash
         return keys
 
@@ -98,9 +110,9 @@ class PrefixIndex:
         return self._pending.items()
 
     def find(self, key: BlockKey, place: Place) -> CachedBlock | None:
-        """The block that holds exactly ``key.token_ids`` at ``place``, if there is one."""
+        """The block that holds exactly ``key.tokens`` at ``place``, if there is one."""
         entry = self._entries.get(key.block_hash)
-        if entry is None or entry.place != place or entry.block.token_ids != key.token_ids:
+        if entry is None or entry.place != place or entry.block.tokens != key.tokens:
             return None
         return entry
 
@@ -117,7 +129,7 @@ class PrefixIndex:
         self._next_content_id += 1
         self._entries[key.block_hash] = CachedBlock(block, key.parent_hash, place, content_id)
         block.block_hash = key.block_hash
-        block.token_ids = key.token_ids
+        block.tokens = key.tokens
         return content_id
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -126,7 +138,7 @@ class PrefixIndex:
         entry = self._entries.pop(block.block_hash)
         assert entry.block is block, f"{block} has the hash of {entry.block}"
         block.block_hash = None
-        block.token_ids = None
+        block.tokens = None
 
     def mark_pending(self, block_hash: BlockHash, request_id: int) -> None:
         """Note that ``request_id`` is going to compute this block; the first to say so counts."""

@@ -101,23 +101,29 @@ class AttentionLayer(nn.Module):
         num_tokens, num_rotated = x.shape[0], spec.num_heads + spec.num_kv_heads
         qkv = self.qkv_proj(x).view(num_tokens, -1, spec.head_dim)
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self._decl.qk_norm is not None:
-            qk = self._normalise(qk, self._decl.qk_norm.per_head)
-        if self._rope_index is not None:
-            cos, sin = step.ropes[self._rope_index]
-            if self._decl.rope is not None and self._decl.rope.is_interleaved:
-                qk = self._ops.pair_halves(qk, cos.shape[-1])
-            qk = self._ops.apply_rope(qk, cos, sin)
-        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        if self._decl.qk_norm is None:
+            qk = self._rotate(qk, step)
+            q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        else:
+            q, k = (self._rotate(part, step) for part in self._normalise(qk, self._decl.qk_norm.per_head))
         cache = step.caches[spec.layer_idx]
         assert isinstance(cache, PagedKv), f"layer {spec.layer_idx} has no cache of keys and values"
         heads = self._backend.forward(q, k, v, spec, cache, self.sinks)
         out: Tensor = self.o_proj(heads.reshape(num_tokens, -1))
         return out
 
-    def _normalise(self, qk: Tensor, per_head: bool) -> Tensor:
+    def _rotate(self, heads: Tensor, step: LayerStep) -> Tensor:
+        """``heads [num_tokens, n, head_dim]`` at their positions."""
+        if self._rope_index is None:
+            return heads
+        cos, sin = step.ropes[self._rope_index]
+        if self._decl.rope is not None and self._decl.rope.is_interleaved:
+            heads = self._ops.pair_halves(heads, cos.shape[-1])
+        return self._ops.apply_rope(heads, cos, sin)
+
+    def _normalise(self, qk: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
         q, k = qk[:, : self.spec.num_heads], qk[:, self.spec.num_heads :]
         if per_head:
-            return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        q, k = (norm(part.flatten(1)).view(part.shape) for norm, part in ((self.q_norm, q), (self.k_norm, k)))
-        return torch.cat((q, k), 1)
+            return self.q_norm(q), self.k_norm(k)
+        # All heads of a token as one row; they lie side by side, so this is a view.
+        return self.q_norm(q.flatten(1)).view(q.shape), self.k_norm(k.flatten(1)).view(k.shape)

@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(norm(residual + x), residual + x)``."""
-        total = residual + x
+        total = self._ops.add(residual, x)
         return self(total), total
 
 

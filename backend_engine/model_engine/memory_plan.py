@@ -25,10 +25,11 @@ from backend_engine.model_engine.rank_spec import per_rank, rank_of
 from backend_engine.model_engine.weight_source import PlannedRows, WeightSource
 from backend_engine.models.arch_spec import ArchSpec
 from backend_engine.models.causal_lm import CausalLM
+from backend_engine.ops.dense_products import DenseKind
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.quantization.deferred import Deferred
 from backend_engine.quantization.quant_method import TensorOptions, WeightedLayer
-from backend_engine.quantization.unquantized import Unquantized, packing_works
+from backend_engine.quantization.unquantized import Unquantized, packing_works, packs_densely, plain_bytes
 from backend_engine.quantization.weight_format import FLOAT_DTYPES
 from backend_engine.quantization.weight_scheme import WeightScheme
 
@@ -112,8 +113,10 @@ class HeadersOnly(StoredWeights):
         return module != name and self.format_of(module + ".weight") is not None
 
 
-def plan_native(spec: ArchSpec, source: WeightSource, options: TensorOptions, tp: int) -> MemoryPlan:
-    """The plan of a model of our own layers, for one of ``tp`` ranks.
+def plan_native(
+    spec: ArchSpec, source: WeightSource, options: TensorOptions, tp: int, kind: DenseKind = DenseKind.F32
+) -> MemoryPlan:
+    """The plan of a model of our own layers, for one of ``tp`` ranks. ``kind``: of plain weights, see ``Unquantized``.
 
     Raises ``ModelLoadError`` where the files do not hold the model, ``ConfigError`` for a ``tp`` it cannot have.
     """
@@ -121,7 +124,7 @@ def plan_native(spec: ArchSpec, source: WeightSource, options: TensorOptions, tp
     model = outline(spec, options.dtype)
     rows = source.check(model)
     rank_model = model if tp == 1 else outline(rank_spec, options.dtype)
-    weights = _Weights(model, rows, options, tp)
+    weights = _Weights(model, rows, options, tp, kind)
     found = [planned for path, module in model.named_modules() for planned in weights.of(path, module, rank_model)]
     return MemoryPlan(tuple(found), spec, rank_spec)
 
@@ -145,8 +148,16 @@ def plan_plain_files(files: TensorFiles, vocab_size: int | None, options: Tensor
 class _Weights:
     """What the modules of ``model`` will keep. ``rows``: of the parameters that are layers' weights, by name."""
 
-    def __init__(self, model: CausalLM, rows: Mapping[str, list[PlannedRows]], options: TensorOptions, tp: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        rows: Mapping[str, list[PlannedRows]],
+        options: TensorOptions,
+        tp: int,
+        kind: DenseKind,
+    ) -> None:
         self._model = model
+        self._kind = kind
         self._rows = rows
         self._options = options
         self._latent_products = {
@@ -181,7 +192,8 @@ class _Weights:
 
     def _weight(self, prefix: str, layer: WeightedLayer, rank_layer: WeightedLayer) -> Iterator[PlannedWeight]:
         name, dtype = prefix + "weight", layer.options.dtype
-        plain = [math.prod(shape) * dtype.itemsize for shape in (layer.weight_shape, rank_layer.weight_shape)]
+        shapes = (layer.weight_shape, rank_layer.weight_shape)
+        plain = [self._plain_bytes(prefix.removesuffix("."), layer, shape) for shape in shapes]
         rows = self._rows.get(name)
         if rows is None:
             assert layer is self._model.lm_head and self._model.spec.tie_embeddings, f"{name} has no source"
@@ -193,6 +205,12 @@ class _Weights:
         else:
             for part in rows:
                 yield self._packed(name, part, layer, rank_layer)
+
+    def _plain_bytes(self, path: str, layer: WeightedLayer, shape: tuple[int, int]) -> int:
+        """Of a weight of ``shape`` of ``layer``: a product's in its packed form, a table as it is."""
+        options = layer.options._replace(device=self._options.device)
+        is_product = isinstance(layer, Linear) and path not in self._latent_products
+        return plain_bytes(shape, options, self._kind, packs=is_product)
 
     def _packed(self, name: str, part: PlannedRows, layer: WeightedLayer, rank_layer: WeightedLayer) -> PlannedWeight:
         (_, columns), (_, rank_columns) = layer.weight_shape, rank_layer.weight_shape
@@ -248,5 +266,6 @@ def outline(spec: ArchSpec, dtype: torch.dtype) -> CausalLM:
 
 
 def _packs(options: TensorOptions) -> bool:
-    """Whether plain weights of products are packed by oneDNN, see ``Unquantized``."""
-    return options.device.type == "cpu" and options.dtype == torch.float32 and packing_works()
+    """Whether plain weights of products are packed by a library, see ``Unquantized``."""
+    is_candidate = options.device.type == "cpu" and options.dtype == torch.float32
+    return is_candidate and (packs_densely(options) or packing_works())

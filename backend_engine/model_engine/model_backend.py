@@ -18,14 +18,23 @@ from backend_engine.config.model_facts import ModelFacts
 from backend_engine.model_engine.memory_plan import MemoryPlan
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.model_traits import ModelTraits
+from backend_engine.ops.dense_products import DenseKind
 from backend_engine.quantization.quant_method import TensorOptions
 
 
 class Implementations(NamedTuple):
-    """What a model computes with, by name in the registries. attention_backend: a name or ``auto``."""
+    """What a model computes with, by name in the registries. attention_backend: a name or ``auto``.
+    weight_only_precision: see ``EngineArgs``.
+    """
 
     attention_backend: str = "auto"
     operators: str = "torch"
+    weight_only_precision: str = "auto"
+
+    @property
+    def weight_kind(self) -> DenseKind:
+        """Of plain weights, on a CPU in float32."""
+        return DenseKind.of(self.weight_only_precision)
 
 
 class LoadOptions(NamedTuple):
@@ -71,9 +80,11 @@ class ModelBackend(ABC):
         """What is known of the model before it is loaded."""
 
     @abstractmethod
-    def plan(self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int) -> MemoryPlan | None:
+    def plan(
+        self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int, kind: DenseKind
+    ) -> MemoryPlan | None:
         """The memory that the model would take, of one of ``tp`` ranks, from the files' headers; ``None`` where only
-        loading tells. Raises ``ConfigError`` for a ``tp`` that the model cannot have.
+        loading tells. kind: of plain weights. Raises ``ConfigError`` for a ``tp`` that the model cannot have.
         """
 
     @abstractmethod

@@ -16,14 +16,29 @@ from backend_engine.kv_cache.kv_pool import KVPool, LayerTensors
 from backend_engine.layers.parts import LayerCache
 from backend_engine.model_engine.model_backend import LoadedModel
 from backend_engine.model_engine.model_inputs import EngineLimits, ModelInputsBuilder
+from backend_engine.model_engine.recorded_layers import RecordedLayers, record_layers
+from backend_engine.models.causal_lm import CausalLM
 from backend_engine.ops.step_logits import StepLogits
 
 
 class ModelEngine:
     """Runs ``loaded`` over ``pool`` for steps within ``limits``."""
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, limits: EngineLimits) -> None:
-        """Raises ``ConfigError`` when ``max_seq_len`` goes beyond what the model's positions allow."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        limits: EngineLimits,
+        records_layers: bool = True,
+        is_batch_invariant: bool = False,
+    ) -> None:
+        """records_layers: whether the layers become one call where they can (``recorded_layers.py``).
+        is_batch_invariant: whether a token's logits have to have the same bits whatever is computed beside it; layers
+        that can be recorded give that.
+
+        Raises ``ConfigError`` where that cannot be had, and when ``max_seq_len`` goes beyond what the model's positions
+        allow.
+        """
         exact_up_to = loaded.traits.exact_up_to
         if exact_up_to is not None and limits.max_seq_len > exact_up_to:
             raise ConfigError(
@@ -35,6 +50,20 @@ class ModelEngine:
         self._pool = pool
         self._caches = layer_caches(loaded.traits.cache_specs, pool.layers, loaded.kv_scales)
         self._inputs = ModelInputsBuilder(limits, pool.tokens_per_block, loaded.options.device)
+        self.recorded_layers: RecordedLayers | None = None
+        if records_layers:
+            self._record_layers(limits.max_num_tokens)
+        if is_batch_invariant and self.recorded_layers is None:
+            raise ConfigError(
+                "batch_invariant true cannot be had: the layers of this model are not, on this machine and with these "
+                "parameters, native operations alone; leave it unset or false"
+            )
+
+    @torch.inference_mode()
+    def _record_layers(self, max_num_tokens: int) -> None:
+        self.recorded_layers = record_layers(self._loaded, self._caches, self._pool, max_num_tokens)
+        if self.recorded_layers is not None and isinstance(self._loaded.model, CausalLM):
+            self._loaded.model.run_by(self.recorded_layers)
 
     @property
     def vocab_size(self) -> int:

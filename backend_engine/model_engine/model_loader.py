@@ -15,6 +15,7 @@ from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.model_engine.memory_plan import MemoryPlan
 from backend_engine.model_engine.model_backend import Implementations, LoadedModel, LoadOptions, ModelBackend
 from backend_engine.models.model_source import ModelSource
+from backend_engine.ops.dense_products import DenseKind
 from backend_engine.plugins.catalog import ARCHITECTURES, MODEL_BACKENDS
 from backend_engine.quantization.quant_method import TensorOptions
 
@@ -44,6 +45,7 @@ def plan_memory(
     model_backend: str = "auto",
     trust_remote_code: bool = False,
     tp: int = 1,
+    weight_only_precision: str = "auto",
 ) -> MemoryPlan | None:
     """The memory that ``load_model`` would take, from the files' headers; ``None`` where only loading tells. ``tp``:
     ranks that the model is divided over, a plan only. Raises as ``load_model`` does for what the headers show.
@@ -51,7 +53,9 @@ def plan_memory(
     checkpoint = _opened(model)
     source = source_of(checkpoint, trust_remote_code)
     tensors = TensorOptions(DTYPES[dtype], torch.device(device))
-    return _backend_for(checkpoint, source, model_backend).plan(source, checkpoint, tensors, tp)
+    return _backend_for(checkpoint, source, model_backend).plan(
+        source, checkpoint, tensors, tp, DenseKind.of(weight_only_precision)
+    )
 
 
 def load_model(

@@ -28,6 +28,8 @@ from backend_engine.models.causal_lm import CausalLM
 from backend_engine.models.family import Family
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.weight_rules import LoadTarget
+from backend_engine.ops.dense_products import DenseKind
+from backend_engine.ops.huge_pages import HugePages
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.plugins.catalog import ARCHITECTURES, OPERATORS
 from backend_engine.quantization.deferred import Deferred
@@ -65,10 +67,12 @@ class NativeBackend(ModelBackend):
             return None
         return _open_weights(source, checkpoint).kv_cache_dtype
 
-    def plan(self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int) -> MemoryPlan | None:
+    def plan(
+        self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int, kind: DenseKind
+    ) -> MemoryPlan | None:
         family = family_of(source)
         spec = family.from_hf(source.config, source.origin)
-        return plan_native(spec, weight_source(spec, family, source, checkpoint, HeadersOnly), tensors, tp)
+        return plan_native(spec, weight_source(spec, family, source, checkpoint, HeadersOnly), tensors, tp, kind)
 
     def load(self, source: ModelSource, checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family = family_of(source)
@@ -79,7 +83,8 @@ class NativeBackend(ModelBackend):
         backend = select_backend(names.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
         attention = backend(ops, tensors.device)
         weights = weight_source(spec, family, source, checkpoint)
-        parts = ModelParts(ops, attention, Deferred(Decoded() if options.plain_weights else Unquantized()), tensors)
+        plain = Decoded() if options.plain_weights else Unquantized(kind=names.weight_kind, memory=HugePages())
+        parts = ModelParts(ops, attention, Deferred(plain), tensors)
         with torch.inference_mode():
             # Without memory first: whether the files hold what config.json asks for is known before any is taken.
             outline = CausalLM(spec, dataclasses.replace(parts, options=tensors._replace(device=torch.device("meta"))))

@@ -15,6 +15,7 @@ from backend_engine.model_engine.model_backend import LoadedModel, LoadOptions, 
 from backend_engine.models.model_source import ModelSource
 from backend_engine.models.transformers_room.facts import longest_text, nearest_causal_lm
 from backend_engine.models.transformers_room.loading import load_transformers_model, read_config
+from backend_engine.ops.dense_products import DenseKind
 from backend_engine.plugins.catalog import OPERATORS
 from backend_engine.quantization.quant_method import TensorOptions
 from backend_engine.quantization.read_config import read_quantization
@@ -31,7 +32,9 @@ class TransformersBackend(ModelBackend):
         config = read_config(source)
         return ModelFacts(longest_text(config), stated_dtype(source.config), model_backend="transformers")
 
-    def plan(self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int) -> MemoryPlan | None:
+    def plan(
+        self, source: ModelSource, checkpoint: Checkpoint, tensors: TensorOptions, tp: int, kind: DenseKind
+    ) -> MemoryPlan | None:
         _check_kind(checkpoint)
         if tp != 1:
             raise ConfigError(
@@ -54,6 +57,7 @@ class TransformersBackend(ModelBackend):
             options.implementations.attention_backend,
             options.max_windows,
             options.progress,
+            options.implementations.weight_kind,
         )
         warnings = tuple(nan_warning(name, source) for name in with_nan)
         return LoadedModel(model, model.traits, model.backend, options.tensors, warnings)

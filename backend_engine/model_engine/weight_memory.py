@@ -16,7 +16,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        packed = (tensor for part in vars(module).get("packed_parts", ()) for tensor in part.tensors.values())
+        packed = [tensor for part in vars(module).get("packed_parts", ()) for tensor in part.tensors.values()]
+        dense = vars(module).get("dense_weight")
+        if dense is not None:
+            # The bias in there is a copy of a few numbers.
+            packed += [tensor for tensor in (dense.data, dense.scales) if tensor is not None]
         kept = (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values(), *packed)
         yield from (tensor for tensor in kept if isinstance(tensor, Tensor))
 

@@ -31,6 +31,7 @@ class Block(nn.Module, ABC):
         self.mixer = _mixer(spec, layer_idx, parts)
         self.mlp = None if decl.mlp is None else _mlp(decl.mlp, spec.hidden_size, parts)
         self._residual_scale = spec.residual_scale
+        self._ops = parts.ops
 
     @abstractmethod
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ class Block(nn.Module, ABC):
         return found if self.mlp is None else [*found, *_before(mlp_norm, self.mlp), *self.mlp.smoothable()]
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return x if self._residual_scale == 1.0 else x * self._residual_scale
+        return x if self._residual_scale == 1.0 else self._ops.scaled(x, self._residual_scale)
 
 
 class PreNormBlock(Block):
@@ -103,8 +104,8 @@ class PostNormBlock(Block):
         return None, None
 
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else residual + x
-        total = total + self._scaled(self.mixer_out_norm(self.mixer(total, step)))
+        total = x if residual is None else self._ops.add(residual, x)
+        total = self._ops.add(total, self._scaled(self.mixer_out_norm(self.mixer(total, step))))
         assert self.mlp is not None
         return self._scaled(self.mlp_out_norm(self.mlp(total))), total
 
@@ -123,7 +124,7 @@ class ParallelBlock(Block):
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor]:
         normed, total = _norm_sum(self.mixer_norm, x, residual)
         assert self.mlp is not None
-        return self._scaled(self.mixer(normed, step) + self.mlp(self.mlp_norm(total))), total
+        return self._scaled(self._ops.add(self.mixer(normed, step), self.mlp(self.mlp_norm(total)))), total
 
 
 BLOCKS: dict[str, type[Block]] = {

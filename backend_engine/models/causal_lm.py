@@ -4,7 +4,7 @@
 It knows neither requests nor files, and no model by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from backend_engine.models.model_inputs import ModelInputs
 from backend_engine.models.model_traits import ModelTraits
 from backend_engine.models.weight_rules import LoadTarget
 from backend_engine.quantization.quant_method import WeightedLayer
+
+# See ``CausalLM.run_layers``.
+LayerRunner = Callable[[Tensor, LayerStep], tuple[Tensor, Tensor]]
 
 
 class CausalLM(nn.Module):
@@ -48,6 +51,7 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), parts.quant, head_options, bias=False)
         # Rounded to the weights' dtype, as those who train models do it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=options.dtype).item()
+        self._layer_runner: LayerRunner = self.run_layers
         self._has_states = any(isinstance(cache, StateSpec) for cache in spec.cache_specs)
 
     @property
@@ -89,13 +93,20 @@ class CausalLM(nn.Module):
 
         The attention backend must have been prepared for this step. ``caches``: the pool, layer by layer.
         """
-        x = self.embed(inputs)
-        step = self.layer_step(inputs, caches)
+        x, residual = self._layer_runner(self.embed(inputs), self.layer_step(inputs, caches))
+        return self.logits_of(x, residual, inputs.logits_indices)
+
+    def run_by(self, runner: LayerRunner) -> None:
+        """Let ``runner`` do in ``forward`` what ``run_layers`` does."""
+        self._layer_runner = runner
+
+    def run_layers(self, x: Tensor, step: LayerStep) -> tuple[Tensor, Tensor]:
+        """The last layer's output, and the stream that it is to be added to; both ``[num_tokens, hidden_size]``."""
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
         assert residual is not None, "a model without layers"
-        return self.logits_of(x, residual, inputs.logits_indices)
+        return x, residual
 
     def embed(self, inputs: ModelInputs) -> Tensor:
         """The step's tokens as the first layer takes them, ``[num_tokens, hidden_size]``."""

@@ -19,7 +19,7 @@ from backend_engine.logger import get_logger
 log = get_logger(__name__)
 
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 # For this very machine; a compiler that does not know the flag does without.
 _NATIVE = "-march=native"
 _COMPILER_TIMEOUT_S = 120
@@ -28,6 +28,30 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 class NativeLibraryError(EngineError):
     """There is no compiler, it failed, or its library cannot be loaded; the message is one line."""
+
+
+FOLDER = Path(__file__).with_name("native")
+SOURCE = FOLDER / "native.c"
+
+
+def compile_ahead() -> bool:
+    """Put the native library into the cache, unless it is there; whether that was needed. For launchers: a model that
+    compiles while a server starts it keeps that waiting. Raises ``NativeLibraryError``; ``OSError`` without a cache
+    that can be written.
+    """
+    compiler = _find_compiler()
+    flags = _flags(compiler)
+    library = _cached(SOURCE, included_files(), compiler, flags)
+    if _is_intact(library):
+        return False
+    library.parent.mkdir(parents=True, exist_ok=True)
+    _compile(compiler, flags, SOURCE, library)
+    return True
+
+
+def included_files() -> tuple[Path, ...]:
+    """What ``SOURCE`` includes."""
+    return tuple(sorted(FOLDER.glob("*.h")))
 
 
 def load_library(source: Path, *included: Path) -> ctypes.CDLL:
@@ -39,13 +63,10 @@ def load_library(source: Path, *included: Path) -> ctypes.CDLL:
     """
     compiler = _find_compiler()
     flags = _flags(compiler)
-    content = b"".join(path.read_bytes() for path in (source, *included))
-    key = hashlib.sha256(content + repr(flags).encode() + _described(compiler, flags)).hexdigest()
     try:
-        folder = Path(envs.INFLIGHT_CACHE.get()).expanduser() / "native"
-        library = folder / f"{source.stem}-{key[:20]}.so"
+        library = _cached(source, included, compiler, flags)
         if not _is_intact(library):
-            folder.mkdir(parents=True, exist_ok=True)
+            library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, flags, source, library)
     except (OSError, RuntimeError) as error:  # RuntimeError: of a user without a home
         log.info("compiled libraries cannot be kept: %s", error)
@@ -54,6 +75,13 @@ def load_library(source: Path, *included: Path) -> ctypes.CDLL:
             _compile(compiler, flags, source, library)
             return _open(library)
     return _open(library)
+
+
+def _cached(source: Path, included: tuple[Path, ...], compiler: str, flags: tuple[str, ...]) -> Path:
+    """Where the library is kept. Raises ``RuntimeError`` for a user without a home."""
+    content = b"".join(path.read_bytes() for path in (source, *included))
+    key = hashlib.sha256(content + repr(flags).encode() + _described(compiler, flags)).hexdigest()
+    return Path(envs.INFLIGHT_CACHE.get()).expanduser() / "native" / f"{source.stem}-{key[:20]}.so"
 
 
 def _find_compiler() -> str:

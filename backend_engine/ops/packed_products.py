@@ -1,4 +1,4 @@
-"""Products with packed weights on a CPU, in C (``packed_products.c``): a thin, typed wrapper.
+"""Products with packed weights on a CPU, in C (``native/packed.h``): a thin, typed wrapper.
 
 Called by the weight schemes, which have a reference in torch for where there is none of it. A row of a result has the
 same bits whatever other tokens, rows and threads there are. Knows no checkpoint formats.
@@ -6,23 +6,18 @@ same bits whatever other tokens, rows and threads there are. Knows no checkpoint
 
 import ctypes
 import functools
-import time
 from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend_engine import envs
 from backend_engine.logger import get_logger
-from backend_engine.ops.native_library import NativeLibraryError, load_library
+from backend_engine.ops.native_runtime import AddOp, NativeRuntime, OpKind, native_runtime
 
 log = get_logger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".c")
-HEADER = SOURCE.with_name("packed_weights.h")
 _SCALES = {
     torch.float32: 0,
     torch.float16: 1,
@@ -89,19 +84,29 @@ class _NativeWeight(ctypes.Structure):
     )
 
 
-class PackedProducts:
-    """``library``: the compiled source. ``parallel``: address of ``GOMP_parallel``, ``None`` = one thread for all."""
+class _PackedOp(ctypes.Structure):
+    """``packed_op`` of packed.h."""
 
-    def __init__(self, library: ctypes.CDLL, parallel: int | None) -> None:
-        address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._multiply = library.packed_multiply
-        self._multiply.argtypes = (address, address, number, number, address, threads, address)
-        self._multiply.restype = None
-        self._decode = library.packed_decode
-        self._decode.argtypes = (address, address, threads, address)
-        self._decode.restype = None
-        self._lanes = int(library.packed_lanes())
-        self._parallel = parallel
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("w", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class _DecodeOp(ctypes.Structure):
+    """``packed_decode_op`` of packed.h."""
+
+    _fields_ = (("kind", ctypes.c_int64), ("w", ctypes.c_void_p), ("out", ctypes.c_void_p))
+
+
+class PackedProducts:
+    """Products by ``runtime``."""
+
+    def __init__(self, runtime: NativeRuntime) -> None:
+        self._runtime = runtime
 
     def multiply(self, weight: PackedWeight, x: Tensor) -> Tensor:
         """``x [num_tokens, columns]`` times the weight, ``[num_tokens, rows]`` in the dtype of ``x``."""
@@ -111,17 +116,23 @@ class PackedProducts:
         if not (num_tokens and num_rows and columns):
             return x.new_zeros(num_tokens, num_rows)
         native = _native(weight, columns)
-        padding = -columns % self._lanes
-        if num_tokens >= _MANY_TOKENS and (columns + padding) % _COLUMNS_APART == 0:
-            padding += self._lanes
-        wide = x.to(torch.float32)
-        wide = F.pad(wide, (0, padding)) if padding else wide.contiguous()
-        out = torch.empty(num_tokens, num_rows)
-        self._multiply(
-            ctypes.byref(native), wide.data_ptr(), num_tokens, columns + padding, out.data_ptr(),
-            torch.get_num_threads(), self._parallel,
-        )  # fmt: skip
+        wide = self._whole_vectors(x, columns)
+        self._runtime.check_input(wide)
+        out = self._runtime.empty(num_tokens, num_rows)
+        op = _PackedOp(OpKind.PACKED, ctypes.addressof(native), wide.data_ptr(), wide.stride(0), out.data_ptr())
+        self._runtime.run(op, num_tokens, (native, weight))
         return out.to(x.dtype)
+
+    def _whole_vectors(self, x: Tensor, columns: int) -> Tensor:
+        """``x`` in float32, with zeros up to a whole vector where a row has none of its own."""
+        padding = -columns % self._runtime.lanes
+        is_recorded = self._runtime.is_recording
+        if x.shape[0] >= _MANY_TOKENS and (columns + padding) % _COLUMNS_APART == 0 and not is_recorded:
+            padding += self._runtime.lanes
+        wide = x.to(torch.float32)
+        if padding:
+            return F.pad(wide, (0, padding))
+        return wide if wide.stride(1) == 1 else wide.contiguous()
 
     def decode(self, weight: PackedWeight) -> Tensor:
         """The weight, float32 ``[rows, columns]``: what ``multiply`` multiplies with, bit for bit."""
@@ -129,8 +140,15 @@ class PackedProducts:
         out = torch.empty(weight.codes.shape[0], columns)
         if out.numel():
             native = _native(weight, columns)
-            self._decode(ctypes.byref(native), out.data_ptr(), torch.get_num_threads(), self._parallel)
+            self._runtime.run(_DecodeOp(OpKind.PACKED_DECODE, ctypes.addressof(native), out.data_ptr()), 1, native)
         return out
+
+    def add_bias(self, out: Tensor, bias: Tensor) -> None:
+        """``out [num_tokens, rows] += bias [rows]``, in place; float32 without gaps."""
+        address = out.data_ptr()
+        op = AddOp(OpKind.ADD, address, bias.data_ptr(), address, out.stride(0), 0, out.shape[1])
+        self._runtime.check_input(out)
+        self._runtime.run(op, out.shape[0], bias)
 
 
 def _native(weight: PackedWeight, columns: int) -> _NativeWeight:
@@ -166,33 +184,27 @@ def multiply_packed(weight: PackedWeight, x: Tensor) -> Tensor | None:
     return None if products is None else products.multiply(weight, x)
 
 
+def add_bias(out: Tensor, bias: Tensor) -> Tensor:
+    """``out [num_tokens, rows] += bias [rows]``, in place."""
+    is_plain = out.dtype == bias.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+    products = packed_products() if is_plain else None
+    if products is None:
+        return out.add_(bias)
+    products.add_bias(out, bias)
+    return out
+
+
 @functools.cache
 def packed_products() -> PackedProducts | None:
-    """The products of this process, compiled if need be; ``None`` without them, and the log says why."""
-    if envs.ENGINE_OPS.get() == "torch":
-        log.info("packed weights are multiplied by torch (ENGINE_OPS=torch)")
+    """The products of this process; ``None`` without a native library, or where it gives wrong answers."""
+    runtime = native_runtime()
+    if runtime is None:
         return None
-    start = time.perf_counter()
-    try:
-        products = PackedProducts(load_library(SOURCE, HEADER), _parallel_function())
-    except NativeLibraryError as error:
-        log.warning("packed weights are multiplied by torch, which is slow: %s", error)
-        return None
+    products = PackedProducts(runtime)
     if not gives_right_answers(products):
         log.warning("packed weights are multiplied by torch, which is slow: the compiled products give wrong answers")
         return None
-    log.info("products with packed weights: loaded in %.1f s", time.perf_counter() - start)
     return products
-
-
-def _parallel_function() -> int | None:
-    """``GOMP_parallel`` of the OpenMP runtime that torch itself runs on, so that both share their threads."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        log.info("products with packed weights run on one thread: no OpenMP runtime in %s", path)
-        return None
 
 
 def gives_right_answers(products: PackedProducts) -> bool:

@@ -63,6 +63,14 @@ class TorchOps:
         """``x * sigmoid(x)``."""
         return F.silu(x)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x + y``, of one shape."""
+        return x + y
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        """``x * factor``."""
+        return x * factor
+
     def rope_tables(self, positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine for ``apply_rope``, both ``[num_tokens, 1, head_dim]`` in float32.
 

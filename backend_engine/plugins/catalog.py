@@ -38,7 +38,10 @@ ARCHITECTURES: Registry[Any] = Registry(
 )
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention backend",
-    {"torch": "backend_engine.attention.torch_attention:TorchAttention"},
+    {
+        "native": "backend_engine.attention.native_attention:NativeAttention",
+        "torch": "backend_engine.attention.torch_attention:TorchAttention",
+    },
     Held("a subclass of AttentionBackend", "backend_engine.attention.interface:AttentionBackend"),
 )
 CAPACITY_POLICIES: Registry[Any] = Registry(
@@ -91,7 +94,10 @@ MODEL_BACKENDS: Registry[Any] = Registry(
 # Each is made without arguments and handed to layers and attention backends.
 OPERATORS: Registry[Any] = Registry(
     "operators",
-    {"torch": "backend_engine.ops.torch_ops:TorchOps"},
+    {
+        "native": "backend_engine.ops.native_ops:NativeOps",
+        "torch": "backend_engine.ops.torch_ops:TorchOps",
+    },
     Held("a subclass of TorchOps", "backend_engine.ops.torch_ops:TorchOps"),
 )
 # By ``quant_method`` of a checkpoint's quantization config; each reads it (``weight_format.Quantization``).

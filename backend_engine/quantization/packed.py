@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from backend_engine.ops.packed_products import add_bias
 from backend_engine.quantization.quant_method import QuantMethod, WeightedLayer
 from backend_engine.quantization.weight_scheme import WeightScheme
 
@@ -35,7 +36,7 @@ class Packed(QuantMethod):
     def create_weights(self, layer: WeightedLayer) -> None:
         out_features, in_features = layer.weight_shape
         assert sum(self._part_sizes) == out_features, (self._part_sizes, out_features)
-        layer.weight = layer.packed_weight = None
+        layer.weight = layer.packed_weight = layer.dense_weight = None
         device = layer.options.device
         layer.packed_parts = [self._create(*part, in_features, device) for part in self._parts(in_features)]
 
@@ -67,7 +68,7 @@ class Packed(QuantMethod):
             out = parts[0].scheme.multiply(parts[0].tensors, x)
         else:
             out = torch.cat([part.scheme.multiply(part.tensors, x) for part in parts], -1)
-        return out if layer.bias is None else out.add_(layer.bias)
+        return out if layer.bias is None else add_bias(out, layer.bias)
 
     def dequantize(self, layer: WeightedLayer) -> Tensor:
         return torch.cat([part.scheme.decode(part.tensors) for part in layer.packed_parts])

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from backend_engine.ops.dense_products import DenseWeight
+
 if TYPE_CHECKING:
     from backend_engine.quantization.packed import PackedPart
 
@@ -29,6 +31,7 @@ class WeightedLayer(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
     packed_weight: Tensor | None
+    dense_weight: DenseWeight | None
     quant: "QuantMethod"
 
     def __init__(self, weight_shape: tuple[int, int], options: TensorOptions) -> None:
@@ -38,6 +41,7 @@ class WeightedLayer(nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         self.packed_weight = None
+        self.dense_weight = None
         self.packed_parts: list[PackedPart] = []
 
     def store_as(self, quant: "QuantMethod") -> None:

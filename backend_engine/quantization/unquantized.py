@@ -1,7 +1,8 @@
-"""``Unquantized``: weights as the checkpoint has them; on a CPU in float32 packed for oneDNN.
+"""``Unquantized``: weights as the checkpoint has them; on a CPU in float32 packed for the native library.
 
-Packing halves the time of a product with few rows and makes a row's result independent of how many rows
-are multiplied with it. It uses a private operator of torch, so it is tried first and done without if it fails.
+Packed (``ops/dense_products.py``) a product with few rows is as fast as the memory, a row's result does not depend on
+how many rows are multiplied with it, and the numbers may stay in memory in a shorter form. Without the library oneDNN's
+packing is used, by a private operator of torch, so it is tried first and done without if it fails.
 """
 
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backend_engine.quantization.quant_method import QuantMethod, WeightedLayer
+from backend_engine.ops.dense_products import DenseKind, dense_bytes, multiply_dense, pack_dense, unpack_dense
+from backend_engine.ops.huge_pages import HugePages
+from backend_engine.ops.native_runtime import native_runtime
+from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
 
 # Up to this many rows: rounded up to a multiple of so many.
 _ROW_MULTIPLES = ((16, 1), (64, 8), (512, 16))
@@ -47,27 +51,57 @@ def num_product_rows(num_rows: int) -> int:
     return -(-num_rows // _LARGEST_MULTIPLE) * _LARGEST_MULTIPLE
 
 
-class Unquantized(QuantMethod):
-    """Plain weights. ``pack``: pack on a CPU in float32; ``None`` = if this torch can."""
+def packs_densely(options: TensorOptions) -> bool:
+    """Whether plain weights of products are packed for the native library."""
+    return options.device.type == "cpu" and options.dtype == torch.float32 and native_runtime() is not None
 
-    def __init__(self, pack: bool | None = None) -> None:
+
+def plain_bytes(shape: tuple[int, int], options: TensorOptions, kind: DenseKind, packs: bool) -> int:
+    """Bytes of a weight of ``shape`` as ``Unquantized(packs, kind)`` keeps it."""
+    if packs and packs_densely(options):
+        return dense_bytes(kind, *shape)
+    return shape[0] * shape[1] * options.dtype.itemsize
+
+
+class Unquantized(QuantMethod):
+    """Plain weights. ``pack``: pack on a CPU in float32; ``None`` = if it can be done here. kind: the form in memory,
+    where the native library packs; it is needed for others than float32. memory: where it packs, best one for a model.
+    """
+
+    def __init__(
+        self, pack: bool | None = None, kind: DenseKind = DenseKind.F32, memory: HugePages | None = None
+    ) -> None:
+        self._kind = kind
+        self._memory = memory
+        self._wants_native = pack is not False
         self._pack_on_cpu = packing_works() if pack is None else pack
         self._product: Any = torch.ops.mkldnn._linear_pointwise.default if self._pack_on_cpu else None
 
     def create_weights(self, layer: WeightedLayer) -> None:
         dtype, device = layer.options
         layer.weight = nn.Parameter(torch.empty(layer.weight_shape, dtype=dtype, device=device), requires_grad=False)
-        layer.packed_weight = None
+        layer.packed_weight = layer.dense_weight = None
 
     def after_loading(self, layer: WeightedLayer) -> None:
         """Pack and let go of the plain weight, so that the memory stays that of one copy."""
         weight = layer.weight
         assert weight is not None, "after_loading ran twice"
-        if self._pack_on_cpu and weight.device.type == "cpu" and weight.dtype == torch.float32:
+        if (
+            self._wants_native
+            and weight.device.type == "cpu"
+            and packs_densely(TensorOptions(weight.dtype, weight.device))
+        ):
+            layer.dense_weight = pack_dense(weight.data, self._kind, layer.bias, self._memory)
+            layer.weight = None
+        elif self._pack_on_cpu and weight.device.type == "cpu" and weight.dtype == torch.float32:
             layer.packed_weight = _pack(weight.data)
             layer.weight = None
 
     def apply(self, layer: WeightedLayer, x: Tensor) -> Tensor:
+        if layer.dense_weight is not None:
+            product = multiply_dense(layer.dense_weight, x)
+            assert product is not None, "the native library is gone"
+            return product
         packed = layer.packed_weight
         if packed is None:
             assert layer.weight is not None
@@ -80,6 +114,8 @@ class Unquantized(QuantMethod):
         return result[:num_rows] if padding else result
 
     def dequantize(self, layer: WeightedLayer) -> Tensor:
+        if layer.dense_weight is not None:
+            return unpack_dense(layer.dense_weight)
         if layer.packed_weight is not None:
             return layer.packed_weight.to_dense()
         assert layer.weight is not None

@@ -15,6 +15,10 @@ from backend_engine.core.request import LlmRequest
 class CapacityScheduler(ABC):
     """A capacity policy. ``rows`` are the rows planned for running requests, ``running`` all that hold memory."""
 
+    may_pass_over: bool = True
+    """Whether a request may be left waiting because another one computes its next block. Not where it would wait for
+    more than that block."""
+
     @abstractmethod
     def pick_paused(
         self,
@@ -77,7 +81,10 @@ class StaticBatch(CapacityScheduler):
     """A batch runs to the end of its last request before another begins; nothing is admitted while anything runs.
 
     A batch is what one step admits, with all the blocks its requests can ever need, as ``GuaranteedNoEvict`` has it.
+    Nobody in it waits for another's block: it would wait for the whole batch.
     """
+
+    may_pass_over = False
 
     def __init__(self) -> None:
         self._to_the_end = GuaranteedNoEvict()

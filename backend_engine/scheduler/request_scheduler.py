@@ -91,17 +91,21 @@ class RequestScheduler:
     def _admit(self, batch: MicroBatch, kv: KvCapacity) -> None:
         """Give waiting requests their first row, in order, until one does not fit.
 
-        A request whose next block another one computes, or is about to, is passed over for this step.
+        A request whose next block another one computes, or is about to, is passed over for this step. It waits until
+        that block is there or the other one is gone, and holds nothing meanwhile. Of two that could begin in this step
+        the first claims its next block, which is enough: their texts are the same up to a block that both lack, so the
+        cache has the same of both, and the block after that is the next one of both.
         """
         num_spare = self._capacity.num_spare_blocks(batch.rows, self._running.values(), kv)
         num_places = self._micro_batch.max_requests - len(self._running)
         admitted: list[LlmRequest] = []
+        claimed: set[bytes] = set()
         num_skips = 0
         for request in self._waiting:
             if len(admitted) == num_places or batch.num_tokens_left == 0 or num_skips >= self._max_skips:
                 break
-            match = kv.match_prefix(request, admitted)
-            if match.is_pending:
+            match = kv.match_prefix(request, claimed)
+            if match.is_pending and self._capacity.may_pass_over:
                 num_skips += 1
                 continue
             num_ever = kv.num_blocks_for(request.max_num_tokens)
@@ -114,6 +118,8 @@ class RequestScheduler:
                 break
             num_spare -= cost
             admitted.append(request)
+            if match.next_block is not None:
+                claimed.add(match.next_block)
         self._micro_batch.share_out(batch)
         for request in admitted:
             self._waiting.remove(request)

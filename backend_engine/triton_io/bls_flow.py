@@ -6,7 +6,7 @@ Used by ``BlsService``, one call a request, in any thread. Other models are reac
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from backend_engine.triton_io import tensor_table
 from backend_engine.triton_io.error_codes import CANCELLED, CANCELLED_TEXT, INTERNAL, UNAVAILABLE, ModelCallError
 from backend_engine.triton_io.parameter_guard import ParameterGuard
 from backend_engine.triton_io.parameters import BlsParameters
+from backend_engine.triton_io.piece_inbox import PieceInbox, PiecesLostError
 from backend_engine.triton_io.request_fields import request_timeout_ms
 from backend_engine.triton_io.request_view import Array, OptionReader, RequestView, first_text
 from backend_engine.triton_io.response_builder import string_array
@@ -39,6 +40,7 @@ _ASKED_BY: dict[str, tuple[str, ...]] = {
     "return_num_output_tokens": ("num_output_tokens",),
     "num_return_sequences": ("sequence_index",),
 }
+_LOGITS = ("return_context_logits", "return_generation_logits")
 _NOT_READY = "is not ready"
 _TRUE = np.ones((1, 1), np.bool_)
 _ABOUT_ANOTHER: dict[str, Array] = {
@@ -46,6 +48,8 @@ _ABOUT_ANOTHER: dict[str, Array] = {
     "input_lengths": np.zeros((1, 1), np.int32),
     "request_output_len": np.zeros((1, 1), np.int32),
 }
+_NEXT = _ABOUT_ANOTHER | {"next_piece": _TRUE, "return_errors_in_band": _TRUE}
+_GROUP_OUTPUTS = ("pieces", "error", "error_code")
 
 
 class ModelResponse(NamedTuple):
@@ -53,6 +57,9 @@ class ModelResponse(NamedTuple):
 
     outputs: Mapping[str, Array]
     error: str | None = None
+
+
+Respond = Callable[[dict[str, Array]], None]
 
 
 class CallModel(Protocol):
@@ -70,20 +77,22 @@ class CallModel(Protocol):
 
 
 class BlsFlow:
-    """The flow and its settings; keeps nothing of a request."""
+    """The flow and its settings; keeps nothing of a request but the inbox of its pieces. ``close`` it at the end."""
 
     def __init__(self, call_model: CallModel, parameters: BlsParameters) -> None:
         self._call_model = call_model
         self._parameters = parameters
+        self._inbox = PieceInbox(self._fetch_pieces)
         self._guard = ParameterGuard(
             tensor_table.input_names(tensor_table.BLS), parameters.reject_unknown_parameters, _log
         )
 
-    def run(self, view: RequestView, inner_id: str, is_cancelled: Callable[[], bool]) -> Iterator[dict[str, Array]]:
-        """Yield the responses to a request: one for each sequence, or many of them when it streams.
+    def run(self, view: RequestView, inner_id: str, is_cancelled: Callable[[], bool], respond: Respond) -> None:
+        """Hand the responses to ``respond``: one for each sequence, or many of them when it streams.
 
-        ``inner_id``: request id of the engine's request, fresh. ``InvalidRequestError`` and ``ModelCallError`` end it:
-        the error of one row ends them all.
+        ``inner_id``: request id of the engine's request, fresh. ``respond`` is called by one thread at a time, not
+        always this one, and never after the end. ``InvalidRequestError`` and ``ModelCallError`` end it: the error of
+        one row ends them all.
         """
         self._guard.check(view)
         num_rows = _check(view)
@@ -92,16 +101,20 @@ class BlsFlow:
         if is_cancelled():
             raise ModelCallError(CANCELLED, CANCELLED_TEXT)
         texts: dict[tuple[int, int], str] = defaultdict(str)
+
+        def take(outputs: Mapping[str, Array]) -> None:
+            piece = outputs["text_output"].reshape(-1)
+            if self._parameters.accumulate_tokens:
+                place = (_index(outputs, "batch_index"), _index(outputs, "sequence_index"))
+                texts[place] += piece[0].decode("utf-8") if len(piece) else ""
+                piece = string_array(texts[place]).reshape(-1)
+            respond({"text_output": piece} | {n: values for n, values in outputs.items() if n not in _ALWAYS})
+
         try:
-            for outputs in self._pieces(engine_inputs, num_rows, inner_id):
-                piece = outputs["text_output"].reshape(-1)
-                if self._parameters.accumulate_tokens:
-                    place = (_index(outputs, "batch_index"), _index(outputs, "sequence_index"))
-                    texts[place] += piece[0].decode("utf-8") if len(piece) else ""
-                    piece = string_array(texts[place]).reshape(-1)
-                yield {"text_output": piece} | {n: values for n, values in outputs.items() if n not in _ALWAYS}
-        except ModelCallError:
-            if num_rows > 1 or np.any(engine_inputs.get("num_return_sequences", 1) != 1):
+            self._take_pieces(engine_inputs, num_rows, inner_id, take)
+        except ModelCallError as error:
+            is_running = isinstance(error, PiecesLostError) or num_rows > 1
+            if is_running or np.any(engine_inputs.get("num_return_sequences", 1) != 1):
                 self.stop(inner_id)
             raise
 
@@ -112,17 +125,45 @@ class BlsFlow:
             if response.error is not None:
                 _log.warning("a stop request was refused: %s", response.error)
 
-    def _pieces(self, inputs: Mapping[str, Array], num_rows: int, inner_id: str) -> Iterator[Mapping[str, Array]]:
-        """What the engine says, one call a piece: see ``ResponseStream`` for why not one call for all of them."""
-        names = _wanted_outputs(inputs, num_rows)
+    def close(self) -> None:
+        """Stop the thread that fetches pieces. Call when all requests have ended."""
+        self._inbox.close()
+
+    def _take_pieces(
+        self,
+        inputs: Mapping[str, Array],
+        num_rows: int,
+        inner_id: str,
+        take: Callable[[Mapping[str, Array]], None],
+    ) -> None:
+        """What the engine says: the first piece answers the call, the next ones come with those of other requests.
+
+        Logits are too much to travel as text, so a request for them makes a call a piece. See ``ResponseStream`` for
+        why not one call for all pieces.
+        """
+        engine, names = self._parameters.engine_model, _wanted_outputs(inputs, num_rows)
         inputs = {**inputs, "piecewise": np.tile(_TRUE, (num_rows, 1))}
-        more = True
-        while more:
+        is_grouped = not any(name in inputs and inputs[name].any() for name in _LOGITS)
+        if is_grouped:
+            inputs["piece_group"] = np.tile(string_array(self._inbox.group_id), (num_rows, 1))
+
+        def ask(inputs: Mapping[str, Array]) -> bool:
             more = False
-            for outputs in _good(self._call_model(self._parameters.engine_model, inputs, names, inner_id)):
+            for outputs in _good(self._call_model(engine, inputs, names, inner_id)):
                 more = bool(outputs["more"].any())
-                yield outputs
-            inputs = _ABOUT_ANOTHER | {"next_piece": _TRUE, "return_errors_in_band": _TRUE}
+                take(outputs)
+            return more
+
+        with self._inbox.box(inner_id, lambda outputs: take(_no_error(outputs))) as box:
+            more = ask(inputs)
+            if more and is_grouped:
+                self._inbox.wait(inner_id, box)
+                return
+        while more:
+            more = ask(_NEXT)
+
+    def _fetch_pieces(self, group_id: str) -> Iterator[Mapping[str, Array]]:
+        return _good(self._call_model(self._parameters.engine_model, _NEXT, _GROUP_OUTPUTS, group_id))
 
     def _preprocess(self, view: RequestView, num_rows: int, inner_id: str) -> dict[str, Array]:
         inputs: dict[str, Array] = {"RETURN_ERRORS_IN_BAND": np.tile(_TRUE, (num_rows, 1))}
@@ -139,7 +180,7 @@ class BlsFlow:
         return result
 
 
-def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
+def _good(responses: Iterable[ModelResponse]) -> Iterator[Mapping[str, Array]]:
     """The good responses of a model; its error is raised once the model has nothing more to say."""
     failure: ModelCallError | None = None
     for response in responses:
@@ -149,14 +190,22 @@ def _good(responses: Iterator[ModelResponse]) -> Iterator[Mapping[str, Array]]:
             # Triton Server's own words, and no class, when the model is not loaded (or its engine is dead).
             failure = ModelCallError(UNAVAILABLE if _NOT_READY in response.error else INTERNAL, response.error)
             continue
-        message = first_text(response.outputs, "error") or first_text(response.outputs, "ERROR")
-        if message:
-            code = first_text(response.outputs, "error_code") or first_text(response.outputs, "ERROR_CODE")
-            failure = ModelCallError(code, message)
+        try:
+            outputs = _no_error(response.outputs)
+        except ModelCallError as error:
+            failure = error
         else:
-            yield response.outputs
+            yield outputs
     if failure is not None:
         raise failure
+
+
+def _no_error(outputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """``outputs``, unless they carry an error of the model, which is raised as ``ModelCallError``."""
+    message = first_text(outputs, "error") or first_text(outputs, "ERROR")
+    if message:
+        raise ModelCallError(first_text(outputs, "error_code") or first_text(outputs, "ERROR_CODE"), message)
+    return outputs
 
 
 def _wanted_outputs(inputs: Mapping[str, Array], num_rows: int) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ for clients that left and sends the engine a ``stop`` for them. Started and clos
 
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,12 +83,13 @@ class BlsService:
         self._pool.shutdown(wait=True)
         self._closing.set()
         self._watcher.join()
+        self._flow.close()
 
     def _serve(self, live: _Live) -> None:
         reply = live.reply
         live.is_started = True
         try:
-            self._answer(live, self._flow.run(live.view, live.inner_id, lambda: live.is_cancelled))
+            self._answer(live)
         except EngineError as error:
             reply.close(code_of(error), str(error))
         except Exception:  # border: one request; log once, answer, go on
@@ -101,20 +101,23 @@ class BlsService:
             with self._lock:
                 self._live.pop(live.inner_id, None)
 
-    def _answer(self, live: _Live, responses: Iterator[dict[str, Array]]) -> None:
+    def _answer(self, live: _Live) -> None:
         """Send the responses; every one is taken from the engine, also when the client is gone."""
         single: dict[str, Array] = {}
-        for tensors in responses:
+
+        def respond(tensors: dict[str, Array]) -> None:
             if live.is_cancelled:
-                continue
+                return
             if not self._decoupled:
-                single = tensors
-                continue
+                single.update(tensors)
+                return
             try:
                 live.reply.send(tensors, final=False)
             except self._pb_utils.TritonModelException as error:
                 _log.error("a response could not be sent; its request ends: %s", error)
                 live.is_cancelled = True
+
+        self._flow.run(live.view, live.inner_id, lambda: live.is_cancelled, respond)
         if live.is_cancelled:
             raise ModelCallError(CANCELLED, CANCELLED_TEXT)
         if self._decoupled:

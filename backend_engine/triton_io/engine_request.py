@@ -47,6 +47,7 @@ class RequestOptions:
     return_num_output_tokens: bool = False
     errors_in_band: bool = False
     piecewise: bool = False
+    piece_group: str = ""
     priority: int = DEFAULT_PRIORITY
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
@@ -85,6 +86,6 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class NextPieceRequest:
-    """A request for what the piecewise request with this client id has to say next."""
+    """A request for what the piecewise request with this client id, or a group of them, has to say next."""
 
     client_id: str

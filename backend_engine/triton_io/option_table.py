@@ -62,6 +62,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "next_piece", "next_piece", None, BOOL, "Ask for the next piece of the request that has the same request id."
     ),
+    Option(
+        "piece_group", "piece_group", None, STRING,
+        "Hand out further pieces together with those of other requests of this group: next_piece under its id.",
+    ),
     Option("detokenize", "detokenize", None, BOOL, "Make the text in text_output (set by preprocessing)."),
 )  # fmt: skip
 

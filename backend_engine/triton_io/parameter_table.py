@@ -196,7 +196,25 @@ PARAMETERS: tuple[Parameter, ...] = (
     _engine("dtype", ("auto", "float32", "bfloat16", "float16"), "auto", "Number format of weights and computation."),
     _engine("device", ("auto", "cpu", "cuda"), "auto", "Where the model runs."),
     _engine("attention_backend", "text", "auto", "Which attention implementation."),
-    _engine("operators", "text", "auto", "What the layers compute with: torch (auto), or a plugin's by its name."),
+    _engine(
+        "operators", "text", "auto",
+        "What the layers compute with: native (C, compiled on this machine; auto on a CPU), torch, or a plugin's by "
+        "its name.",
+    ),
+    _engine(
+        "weight_only_precision", ("auto", "float16", "bfloat16", "int8"), "auto",
+        "Form in which weights that the checkpoint has plain stay in a CPU's memory, computed with in float32; auto: "
+        "that of dtype. int8 has one scale for each row.",
+    ),
+    _engine(
+        "batch_invariant", "bool", "where it can be had",
+        "Whether logits must have the same bits whatever other requests are computed with them; true refuses to start "
+        "where that cannot be had.",
+    ),
+    _engine(
+        "record_layers", "bool", "true",
+        "Whether the operations of all layers are recorded at start and run as one call (native operators on a CPU).",
+    ),
     _engine(
         "plugins", "text", "ENGINE_PLUGINS",
         "Plugins besides those of installed packages: modules, .py files and package folders, separated by commas; "

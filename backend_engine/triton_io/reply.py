@@ -27,6 +27,11 @@ class Reply:
         self._is_closed = False
 
     @property
+    def wanted(self) -> frozenset[str]:
+        """Names of the outputs to send; empty = all."""
+        return self._wanted
+
+    @property
     def is_closed(self) -> bool:
         """True once the final flag is out."""
         return self._is_closed

@@ -183,6 +183,7 @@ class RequestParser:
             return_num_output_tokens=reader.boolean("return_num_output_tokens"),
             errors_in_band=reader.boolean("return_errors_in_band"),
             piecewise=reader.boolean("piecewise"),
+            piece_group=reader.text("piece_group", self._defaults.word_limits.max_word_bytes) or "",
             priority=read_priority(reader),
             half_logits=self._defaults.logits_dtype != FP32,
             deadline_s=min(known) / 1000 if known else None,

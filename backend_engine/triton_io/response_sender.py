@@ -18,6 +18,7 @@ from backend_engine.errors import EngineError, InvalidRequestError, ShutdownErro
 from backend_engine.logger import get_logger
 from backend_engine.triton_io.engine_request import EngineRequest, EngineRow, NextPieceRequest, StopRequest
 from backend_engine.triton_io.error_codes import UNAVAILABLE
+from backend_engine.triton_io.piece_group import PieceGroup
 from backend_engine.triton_io.reply import Reply
 from backend_engine.triton_io.response_builder import Place, ResponseBuilder, TextSource
 from backend_engine.triton_io.response_stream import ResponseStream
@@ -64,6 +65,7 @@ class ResponseSenderThread:
         self._lock = threading.Lock()
         self._live: dict[int, ResponseStream] = {}
         self._piecewise: dict[str, ResponseStream] = {}
+        self._groups: dict[str, PieceGroup] = {}
         self._poll_order: deque[ResponseStream] = deque()
         self._is_draining = False
         self._has_reported_drain = False
@@ -81,7 +83,7 @@ class ResponseSenderThread:
             builders = self._builders(request)
         except EngineError as error:
             builders, refusal = [ResponseBuilder(request.rows[0], None)], error
-        stream = ResponseStream(reply, builders, self._ready.put)
+        stream = ResponseStream(reply, builders, self._ready.put, self._join_group(request.options.piece_group))
         with self._lock:
             if self._is_draining:
                 refusal = ShutdownError(SHUTTING_DOWN)
@@ -96,6 +98,14 @@ class ResponseSenderThread:
                 refusal = error
         if refusal is not None:
             stream.fail(refusal)
+
+    def _join_group(self, group_id: str) -> PieceGroup | None:
+        if not group_id:
+            return None
+        with self._lock:
+            group = self._groups.setdefault(group_id, PieceGroup())
+            group.num_members += 1
+        return group
 
     def _builders(self, request: EngineRequest) -> list[ResponseBuilder]:
         """One a sequence, rows in order and each row's sequences in order."""
@@ -125,12 +135,12 @@ class ResponseSenderThread:
         return len(found)
 
     def next_piece(self, request: NextPieceRequest, reply: Reply) -> None:
-        """Answer ``reply`` with what a piecewise request has to say next, once there is something."""
+        """Answer ``reply`` with what a piecewise request or a group has to say next, once there is something."""
         with self._lock:
-            stream = self._piecewise.get(request.client_id)
-        if stream is None:
+            waited_for = self._groups.get(request.client_id) or self._piecewise.get(request.client_id)
+        if waited_for is None:
             raise InvalidRequestError("there is no piecewise request with this id")
-        stream.resume(reply)
+        waited_for.resume(reply)
 
     def close(self) -> None:
         """Send what is left, end what is unfinished, and stop the thread. Call after ``LLM.shutdown``."""
@@ -155,32 +165,52 @@ class ResponseSenderThread:
             for stream in left:
                 stream.flush()
                 stream.close(UNAVAILABLE, SHUTTING_DOWN)
+            self._send_groups(left)
+            for stream in left:
                 self._forget(stream)
 
     def _serve(self) -> bool:
-        """Send for one stream, or let the timer run; False when asked to stop."""
+        """Send for the streams that have something, or let the timer run; False when asked to stop.
+
+        What a step has given to many streams is taken together, so that a group's pieces leave in one response.
+        """
         wait = max(0.0, min(self._next_poll, self._next_stats) - time.monotonic())
         try:
-            stream = self._ready.get(timeout=wait)
+            taken = [self._ready.get(timeout=wait)]
         except queue.Empty:
             self._tick()
             return True
-        if stream is None:
-            return False
-        is_broken = stream.flush()
-        if is_broken:
-            self._cancel(stream)
-        if stream.is_closed:
-            self._forget(stream)
+        taken += [self._ready.get_nowait() for _ in range(self._ready.qsize())]
+        streams = [stream for stream in taken if stream is not None]
+        for stream in streams:
+            if stream.flush():
+                self._cancel(stream)
+        self._send_groups(streams)
+        for stream in streams:
+            if stream.is_closed:
+                self._forget(stream)
         if wait == 0:
             self._tick()
-        return True
+        return None not in taken
+
+    def _send_groups(self, streams: Sequence[ResponseStream]) -> None:
+        for group in {id(stream.group): stream.group for stream in streams if stream.group is not None}.values():
+            group.send()
 
     def _forget(self, stream: ResponseStream) -> None:
+        """Let go of a stream that has ended; the last one of a group takes the group along."""
+        group_id, left = stream.options.piece_group, None
         with self._lock:
-            self._live.pop(id(stream), None)
+            is_known = self._live.pop(id(stream), None) is not None
             if self._piecewise.get(stream.options.client_id) is stream:
                 del self._piecewise[stream.options.client_id]
+            if is_known and stream.group is not None:
+                stream.group.forget(stream)
+                stream.group.num_members -= 1
+                if stream.group.num_members == 0:
+                    left = self._groups.pop(group_id)
+        if left is not None:
+            left.close(UNAVAILABLE, "the requests of this group have ended")
 
     def _tick(self) -> None:
         now = time.monotonic()

@@ -22,6 +22,7 @@ from backend_engine.triton_io.error_codes import (
     INTERNAL_ERROR_TEXT,
     code_of,
 )
+from backend_engine.triton_io.piece_group import ALREADY_WAITED_FOR, PieceGroup
 from backend_engine.triton_io.reply import Reply
 from backend_engine.triton_io.request_view import Array, RequestView
 from backend_engine.triton_io.response_builder import Place, ResponseBuilder, error_tensors
@@ -62,6 +63,7 @@ class ResponseStream:
 
     A piecewise stream answers each ``Reply`` with one final response, and waits for the next reply: a BLS that
     iterates over several responses of one call can lock up inside the Python backend (seen on Triton Server 2.51).
+    With a ``group``, only the first reply is its own; further pieces go through the group.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class ResponseStream:
         reply: Reply,
         builders: Sequence[ResponseBuilder],
         on_ready: Callable[["ResponseStream"], None],
+        group: PieceGroup | None = None,
     ) -> None:
         self._reply: Reply | None = reply
+        self._wanted = reply.wanted
+        self.group = group
         self.options = builders[0].options
         self._parts = [_Part(builder) for builder in builders]
         self._num_open = len(builders)
@@ -94,24 +99,25 @@ class ResponseStream:
                 part.unsent.append(output)
                 is_ready = part.is_ready
             if is_ready:
-                self._announce()
+                self.announce()
 
         return put
 
     def fail(self, error: EngineError) -> None:
         """End with ``error``: the request was never run."""
         self._failure = error
-        self._announce()
+        self.announce()
 
     def resume(self, reply: Reply) -> None:
         """Answer ``reply`` with the next piece. ``InvalidRequestError`` while another one is waiting for it."""
         with self._lock:
             if self._reply is not None:
-                raise InvalidRequestError("the next piece of this request is being waited for already")
+                raise InvalidRequestError(ALREADY_WAITED_FOR)
             self._reply = reply
-        self._announce()
+        self.announce()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Have ``flush`` called soon."""
         with self._lock:
             first, self._is_announced = not self._is_announced, True
         if first:
@@ -123,7 +129,7 @@ class ResponseStream:
             self._is_announced = False
         reply = self._reply
         try:
-            while reply is not None and not self.is_closed and self._has_message():
+            while not self.is_closed and self._may_send(reply) and self._has_message():
                 self._send(reply, self._messages.popleft())
                 reply = self._reply
         except Exception:  # border: one response; log once, answer, go on
@@ -131,8 +137,14 @@ class ResponseStream:
             self.close(INTERNAL, INTERNAL_ERROR_TEXT)
             if reply is not None:
                 reply.close(INTERNAL, INTERNAL_ERROR_TEXT)
+            elif self.group is not None:
+                end = error_tensors(INTERNAL_ERROR_TEXT, INTERNAL) | {"more": np.array([[False]])}
+                self.group.put(self.options.client_id, end)
             return True
         return False
+
+    def _may_send(self, reply: Reply | None) -> bool:
+        return reply is not None or (self.group is not None and self.group.offer(self))
 
     def _has_message(self) -> bool:
         """Whether there is one to send; makes the next ones of the sequence whose turn it is."""
@@ -167,18 +179,24 @@ class ResponseStream:
         messages = [] if before is None else [_Message(before, False)]
         return [*messages, _Message({}, True, code, text, builder.place)]
 
-    def _send(self, reply: Reply, message: _Message) -> None:
+    def _send(self, reply: Reply | None, message: _Message) -> None:
+        """Send through ``reply``, or through the group when there is none."""
         self._num_open -= message.ends
         is_last = self._num_open == 0
         tensors = message.tensors
         if message.code and (self.options.errors_in_band or self.options.piecewise):
             with_reason = self.options.return_finish_reason
             tensors = error_tensors(message.text, message.code, with_finish_reason=with_reason, place=message.place)
-        if self.options.piecewise:
+        more = {"more": np.array([[not is_last]])}
+        if reply is None:
+            assert self.group is not None, "a response without anyone to send it to"
+            wanted = {name: values for name, values in tensors.items() if not self._wanted or name in self._wanted}
+            self.group.put(self.options.client_id, wanted | more)
+        elif self.options.piecewise:
             with self._lock:
                 self._reply = None
                 self._waiting_since = time.monotonic()
-            reply.send(tensors | {"more": np.array([[not is_last]])}, final=True)
+            reply.send(tensors | more, final=True)
         elif tensors:
             reply.send(tensors, final=is_last)
         else:
@@ -195,6 +213,8 @@ class ResponseStream:
 
     def is_abandoned(self, after_s: float) -> bool:
         """True when nobody has asked for the next piece for ``after_s`` seconds."""
+        if self.group is not None and not self.group.is_abandoned(after_s):
+            return False
         with self._lock:
             return self._reply is None and time.monotonic() - self._waiting_since > after_s
 

@@ -184,6 +184,7 @@ _ENGINE = ModelTensors(
         required("error", STRING, (1,), "An error of the engine, when return_errors_in_band asks for it."),
         required("error_code", STRING, (1,), "The class of that error."),
         required("more", BOOL, (1,), "Whether further pieces follow, when answering piecewise."),
+        required("pieces", STRING, (1,), "The next pieces of a piece_group, as JSON."),
     ),
 )
 _POSTPROCESSING = ModelTensors(

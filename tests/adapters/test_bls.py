@@ -15,6 +15,7 @@ from backend_engine.triton_io.bls_service import BlsService
 from backend_engine.triton_io.error_codes import ModelCallError
 from backend_engine.triton_io.model_caller import ModelCaller
 from backend_engine.triton_io.parameters import BlsParameters
+from backend_engine.triton_io.piece_text import entry, to_text
 from backend_engine.triton_io.request_view import RequestView
 from tests.adapters import fake_pb_utils as pb_utils
 from tests.adapters.fake_pb_utils import InferenceRequest, Tensor, TritonError
@@ -39,7 +40,10 @@ def piece(value: str, **others: np.ndarray) -> ModelResponse:
 
 
 class Models:
-    """Preprocessing and engine, scripted: ``answers`` are the engine's, ``calls`` what was asked."""
+    """Preprocessing and engine, scripted: ``answers`` are the engine's, ``calls`` what was asked.
+
+    Asked for the pieces of a group it gives one of each request that has some left.
+    """
 
     def __init__(self, *answers: ModelResponse, preprocessing: ModelResponse | None = None) -> None:
         self.answers = answers
@@ -47,6 +51,7 @@ class Models:
         self.calls: list[tuple[str, Arrays, str]] = []
         self.taken: dict[str, int] = {}
         self.stopped: list[str] = []
+        self.groups: set[str] = set()
         self.during: Callable[[str, int], None] = lambda request_id, index: None
 
     def __call__(
@@ -60,14 +65,24 @@ class Models:
         elif "stop" in inputs:
             self.stopped.append(request_id)
             yield ModelResponse({})
+        elif "next_piece" in inputs and request_id in self.groups:
+            left = [one for one, num_taken in self.taken.items() if num_taken < len(self.answers)]
+            pieces = [entry(one, self.next_piece(one).outputs) for one in left]
+            yield ModelResponse({"pieces": np.array([[to_text(pieces)]], np.object_)})
         else:
             assert ("next_piece" in inputs) == (request_id in self.taken), "the first piece, then the next ones"
-            index = self.taken.setdefault(request_id, 0)
-            self.taken[request_id] += 1
-            self.during(request_id, index)
-            answer = self.answers[index]
-            more = np.array([[index + 1 < len(self.answers)]])
-            yield answer if answer.error else ModelResponse({**answer.outputs, "more": more})
+            if "piece_group" in inputs:
+                self.groups.add(inputs["piece_group"].reshape(-1)[0].decode())
+            self.taken.setdefault(request_id, 0)
+            yield self.next_piece(request_id)
+
+    def next_piece(self, request_id: str) -> ModelResponse:
+        index = self.taken[request_id]
+        self.taken[request_id] += 1
+        self.during(request_id, index)
+        answer = self.answers[index]
+        more = np.array([[index + 1 < len(self.answers)]])
+        return answer if answer.error else ModelResponse({**answer.outputs, "more": more})
 
 
 def parameters(**values: Any) -> BlsParameters:
@@ -85,7 +100,13 @@ def view(parameters: dict[str, Any] | None = None, timeout_us: int = 0, **inputs
 
 
 def run(models: Models, request: RequestView | None = None, **settings: Any) -> list[dict[str, np.ndarray]]:
-    return list(BlsFlow(models, parameters(**settings)).run(request or view(), "inner", lambda: False))
+    responses: list[dict[str, np.ndarray]] = []
+    flow = BlsFlow(models, parameters(**settings))
+    try:
+        flow.run(request or view(), "inner", lambda: False, responses.append)
+    finally:
+        flow.close()
+    return responses
 
 
 def test_rows_go_through_together_and_come_back_with_their_indices() -> None:
@@ -157,13 +178,13 @@ def test_one_request_is_a_call_of_preprocessing_and_one_of_the_engine_a_piece() 
     assert [sorted(values) for _, values, _ in others] == [
         ["input_ids", "input_lengths", "next_piece", "request_output_len", "return_errors_in_band"]
     ] * 2
-    assert {request_id for _, _, request_id in others} == {inner_id}
+    assert {request_id for _, _, request_id in others} == models.groups != {inner_id}
     assert (pre_model, engine_model, inner_id) == ("preprocessing", "tensorrt_llm", "inner")
     assert {name: values.tolist() for name, values in pre.items()} == {
         "RETURN_ERRORS_IN_BAND": [[True]], "QUERY": [[b"Count"]], "REQUEST_OUTPUT_LEN": [[5]],
         "STOP_WORDS_DICT": [[b"STOP"]], "END_ID": [[3]],
     }  # fmt: skip
-    assert {name: values.tolist() for name, values in engine.items()} == {
+    assert {name: values.tolist() for name, values in engine.items() if name != "piece_group"} == {
         "return_errors_in_band": [[True]], "runtime_top_k": [[4]], "streaming": [[True]], "random_seed": [[7]],
         "input_ids": [[3, 4]], "input_lengths": [[2]], "request_output_len": [[5]], "end_id": [[9]], "pad_id": [[8]],
         "detokenize": [[True]], "stop_token_ids": [[9, 10]], "piecewise": [[True]],
@@ -237,7 +258,7 @@ def test_what_is_not_allowed_is_refused_before_any_call(request_view: RequestVie
 def test_a_request_cancelled_in_preprocessing_never_reaches_the_engine() -> None:
     models = Models(piece(" 1"))
     with pytest.raises(ModelCallError) as caught:
-        list(BlsFlow(models, parameters()).run(view(), "inner", lambda: True))
+        BlsFlow(models, parameters()).run(view(), "inner", lambda: True, lambda _: None)
     assert caught.value.code == "CANCELLED" and [model for model, _, _ in models.calls] == ["preprocessing"]
 
 

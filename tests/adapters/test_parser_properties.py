@@ -132,7 +132,8 @@ def test_preprocessing_refuses_cleanly_or_gives_rows_that_fit_together(view: Req
 def test_the_bls_refuses_cleanly_or_asks_the_engine_for_all_rows(view: RequestView) -> None:
     models = Models(piece("a"), piece("b"))
     try:
-        responses = list(BlsFlow(models, parameters()).run(view, "inner", lambda: False))
+        responses: list[dict[str, np.ndarray]] = []
+        BlsFlow(models, parameters()).run(view, "inner", lambda: False, responses.append)
     except EngineError as refusal:
         one_line(refusal)
         return

@@ -20,6 +20,8 @@ CATCH_ALL = {
     "backend_engine/plugins/foreign_code.py": "code of a plugin",
     "backend_engine/triton_io/response_stream.py": "a response that cannot be sent",
     "backend_engine/triton_io/bls_service.py": "one BLS request",
+    "backend_engine/triton_io/piece_group.py": "a response that cannot be sent",
+    "backend_engine/triton_io/piece_inbox.py": "one BLS request, in the thread that fetches for all",
     "backend_engine/triton_io/single_response.py": "one request of preprocessing or postprocessing",
 }
 

@@ -176,6 +176,27 @@ def test_a_failed_step_fails_its_own_requests_alone() -> None:
     assert harness.kv_cache.num_used_blocks == 0 and harness.executor.is_healthy
 
 
+@pytest.mark.parametrize("num_cached", [0, 16])
+def test_when_the_step_of_a_shared_prefix_fails_the_next_request_computes_it(num_cached: int) -> None:
+    harness = Harness(max_num_tokens=16)
+    prefix = list(range(1, 33))
+    failing, *sinks = [harness.submit([*prefix, 100 + i], 4)[1] for i in range(4)]
+    if num_cached:
+        harness.executor.step()
+
+    def fail_once(output: SchedulerOutput) -> None:
+        harness.model.before_forward = lambda output: None
+        raise StepFailedError("only now")
+
+    harness.model.before_forward = fail_once
+    harness.run()
+    assert failing.final.finish_reason is FinishReason.ERROR
+    for i, sink in enumerate(sinks, 1):
+        assert sink.token_ids == continuation([*prefix, 100 + i], 4)
+        assert sink.final.usage is not None
+        assert sink.final.usage.num_cached_tokens == (num_cached if i == 1 else len(prefix))
+
+
 def test_three_failures_in_a_row_stop_the_engine_and_say_so() -> None:
     harness = Harness()
 

@@ -6,7 +6,15 @@ import pytest
 
 from backend_engine.kv_cache.block import FreeBlockQueue, KVCacheBlock
 from backend_engine.kv_cache.block_pool import BlockPool
-from backend_engine.kv_cache.prefix_index import BlockKey, HashChain, PrefixIndex, hash_block, root_hash
+from backend_engine.kv_cache.prefix_index import (
+    BlockHash,
+    BlockKey,
+    HashChain,
+    PrefixIndex,
+    hash_block,
+    pack_tokens,
+    root_hash,
+)
 from tests.support.scheduling_driver import make_request
 
 
@@ -39,7 +47,8 @@ def test_an_empty_free_queue_says_so() -> None:
 
 def _key(*token_ids: int) -> BlockKey:
     root = root_hash("")
-    return BlockKey(hash_block(root, token_ids), root, token_ids)
+    tokens = pack_tokens(token_ids)
+    return BlockKey(hash_block(root, tokens), root, tokens)
 
 
 def test_pool_uses_empty_blocks_first_then_the_least_recently_used() -> None:
@@ -82,14 +91,18 @@ def test_only_indexed_blocks_are_shared() -> None:
         pool.share(pool.allocate())
 
 
+def _hash(parent: BlockHash, *token_ids: int) -> BlockHash:
+    return hash_block(parent, pack_tokens(token_ids))
+
+
 def test_hashes_depend_on_salt_parent_and_tokens() -> None:
     root = root_hash("")
     hashes = {
-        hash_block(root, (1, 2)), hash_block(root, (2, 1)), hash_block(root, (1, 2, 3)),
-        hash_block(root_hash("a"), (1, 2)), hash_block(hash_block(root, (1, 2)), (1, 2)), root, root_hash("a"),
+        _hash(root, 1, 2), _hash(root, 2, 1), _hash(root, 1, 2, 3),
+        _hash(root_hash("a"), 1, 2), _hash(_hash(root, 1, 2), 1, 2), root, root_hash("a"),
     }  # fmt: skip
     assert len(hashes) == 7
-    assert hash_block(root, [1, 2]) == hash_block(root, (1, 2))
+    assert pack_tokens([1, 2]) == pack_tokens((1, 2)) != pack_tokens((1, 2 + 2**32))
     assert root_hash("\ud800") != root_hash("?"), "any string the client sends is a salt"
 
 
@@ -103,7 +116,7 @@ def test_chain_computes_each_key_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(chain.extend(request, 1)) == 1
     keys = chain.extend(request, 2)
     assert chain.extend(request, 2) is keys and len(calls) == 2
-    assert [key.token_ids for key in keys] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [key.tokens for key in keys] == [pack_tokens((0, 1, 2, 3)), pack_tokens((4, 5, 6, 7))]
     assert keys[1].parent_hash == keys[0].block_hash
     with pytest.raises(AssertionError, match="3 blocks of 4 tokens asked"):
         chain.extend(request, 3)
@@ -126,7 +139,7 @@ def test_index_compares_tokens_and_place() -> None:
     key = _key(1, 2)
     content_id = index.insert(key, "", KVCacheBlock(0))
     assert content_id is not None
-    assert index.find(key._replace(token_ids=(1, 3)), "") is None
+    assert index.find(key._replace(tokens=pack_tokens((1, 3))), "") is None
     for place in ("salt", content_id, 7):
         assert index.find(key, place) is None
         assert index.insert(key, place, KVCacheBlock(1)) is None

@@ -13,6 +13,7 @@ from backend_engine.core.outputs import KvUsage
 from backend_engine.core.protocols import KvCapacity, PrefixMatch
 from backend_engine.core.request import LlmRequest
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
+from backend_engine.kv_cache.prefix_index import pack_tokens
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 from tests.support.scheduling_driver import Driver, SimulatedMemory, make_request
 
@@ -44,10 +45,10 @@ def _run(manager: _Manager, *requests: LlmRequest) -> None:
 
 
 def _match(manager: KVCacheManager, request: LlmRequest) -> PrefixMatch:
-    """What the cache holds of a request that then goes away again."""
+    """What the cache holds of a request that then goes away again; without the name of the block after that."""
     match = manager.match_prefix(request)
     manager.free_resources(request)
-    return match
+    return match._replace(next_block=None)
 
 
 def _plan(*rows: ScheduledRequest, paused: tuple[LlmRequest, ...] = ()) -> SchedulerOutput:
@@ -354,8 +355,8 @@ def test_colliding_hashes_never_give_wrong_blocks(monkeypatch: pytest.MonkeyPatc
     rng = random.Random(seed)
     num_hashes = rng.choice([1, 2, 3])
 
-    def weak_hash(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
-        return bytes([sum(token_ids) % num_hashes])
+    def weak_hash(parent: bytes, tokens: bytes) -> bytes:
+        return bytes([sum(tokens) % num_hashes])
 
     monkeypatch.setattr("backend_engine.kv_cache.prefix_index.hash_block", weak_hash)
     monkeypatch.setattr("backend_engine.kv_cache.prefix_index.root_hash", lambda salt: b"root")
@@ -391,7 +392,7 @@ def test_integrity_check_notices_what_is_wrong() -> None:
     manager._table.array[manager._holdings[0].slot, 0] = 31
     broken(manager, request, "request 0: .* is not")
     manager, request = fresh()
-    manager._holdings[0].blocks[0].token_ids = (1, 2, 3, 4)
+    manager._holdings[0].blocks[0].tokens = pack_tokens((1, 2, 3, 4))
     broken(manager, request, "hash to")
     manager, request = fresh()
     manager._holdings[0].blocks[0].block_hash = None

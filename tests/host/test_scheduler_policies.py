@@ -1,6 +1,6 @@
 """Capacity policies and micro batches: who is admitted, who pauses, who gets how many tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Set
 
 from backend_engine.config.engine_config import SchedulerConfig
 from backend_engine.core.batch import SchedulerOutput
@@ -250,7 +250,7 @@ class _ScriptedKv(AmpleKv):
     def num_blocks_of(self, request_id: int) -> int:
         return self.held.get(request_id, 0)
 
-    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, claimed: Set[bytes] = frozenset()) -> PrefixMatch:
         return PrefixMatch(0, 0, request.request_id in self.held)
 
 
@@ -321,7 +321,7 @@ class _PendingKv(AmpleKv):
         super().__init__()
         self.pending = pending
 
-    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, claimed: Set[bytes] = frozenset()) -> PrefixMatch:
         super().match_prefix(request)
         return PrefixMatch(0, 0, request.request_id in self.pending)
 

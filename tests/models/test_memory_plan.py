@@ -223,7 +223,9 @@ def test_ranks_of_a_mixture_of_experts(tmp_path: Path) -> None:
     build_tiny_model("mixtral", tmp_path)
     for tp, kv_heads, experts in ((2, 1, 4), (4, 1, 2)):
         attention = 64 * 24 * (4 // tp + 2 * kv_heads) + 64 * 24 * 4 // tp
-        layer = 2 * (attention + experts * 3 * 64 * 112 + 2 * 64) + 4 * 8 * 64  # the router is float32, on every rank
+        layer = (
+            2 * (attention + experts * 3 * 64 * 112 + 2 * 64) + 4 * 16 * 64
+        )  # the router: float32, on every rank, padded
         assert planned(tmp_path, "bfloat16", tp=tp).stage_bytes(1) == [
             2 * layer + 2 * (2 * 64 * 96 // tp + 64) + 12 * 4
         ]

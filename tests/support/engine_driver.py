@@ -10,6 +10,7 @@ from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.batch import ScheduledRequest, SchedulerOutput
 from backend_engine.core.request import LlmRequest, StopConditions
 from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
+from backend_engine.model_engine.model_backend import Implementations
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import load_model
@@ -35,11 +36,14 @@ class EngineDriver:
         max_attention_window: tuple[int, ...] | None = None,
         model_backend: str = "auto",
         kv_dtype: str | None = None,
+        operators: str = "native",
+        record_layers: bool = True,
     ) -> None:
         loaded = load_model(
             folder,
             dtype,
             "cpu",
+            Implementations(operators=operators),
             max_attention_window=max_attention_window,
             model_backend=model_backend,
         )
@@ -51,7 +55,8 @@ class EngineDriver:
             loaded.options.device,
         )
         spoil(self.pool.tensors)
-        self.engine = ModelEngine(loaded, self.pool, EngineLimits(8, 256, MAX_SEQ_LEN))
+        self.engine = ModelEngine(loaded, self.pool, EngineLimits(8, 256, MAX_SEQ_LEN), record_layers)
+        self.traits = loaded.traits
         self._free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self._blocks: dict[int, list[int]] = {}
         self.logits: dict[int, list[torch.Tensor]] = {}

@@ -14,7 +14,8 @@ from tritonclient.grpc import model_config_pb2
 OURS = frozenset(
     {"min_p", "min_tokens", "seed", "return_kv_cache_reuse_stats", "include_stop_words_in_output",
      "return_finish_reason", "return_stop_reason", "return_num_input_tokens", "return_num_output_tokens", "priority",
-     "queue_timeout_ms", "deadline_ms", "cache_salt", "return_errors_in_band", "piecewise", "next_piece", "detokenize",
+     "queue_timeout_ms", "deadline_ms", "cache_salt", "return_errors_in_band", "piecewise", "next_piece",
+     "piece_group", "pieces", "detokenize",
      "logits_processors",
      "stop_words_text", "stop_token_ids", "messages", "image_bytes_input", "image_url_input", "video_bytes_input",
      "finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens", "text_output", "error", "error_code",

@@ -5,7 +5,7 @@ block that was reused for another beginning, overwritten while shared or evicted
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Set
 
 from backend_engine.config.sampling_params import SamplingParams
 from backend_engine.core.batch import SchedulerOutput
@@ -54,7 +54,7 @@ class AmpleKv:
     def num_releasable_blocks(self, request_id: int) -> int:
         return 0
 
-    def match_prefix(self, request: LlmRequest, beside: Sequence[LlmRequest] = ()) -> PrefixMatch:
+    def match_prefix(self, request: LlmRequest, claimed: Set[bytes] = frozenset()) -> PrefixMatch:
         self.num_matches += 1
         return PrefixMatch(0, 0, False)
 

@@ -26,6 +26,8 @@ from backend_engine.models.transformers_room.norms import replace_norms
 from backend_engine.models.transformers_room.paged_attention import PAGED
 from backend_engine.models.transformers_room.recording import RECORDING, Recording, UnservedCallError, record
 from backend_engine.models.transformers_room.self_check import POSITION_LIMIT, Reference, distance, limit, reference
+from backend_engine.ops.dense_products import DenseKind
+from backend_engine.ops.huge_pages import HugePages
 from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.quantization.quant_method import TensorOptions
 from backend_engine.quantization.unquantized import Unquantized
@@ -60,12 +62,14 @@ def load_transformers_model(
     attention_backend: str = "auto",
     max_windows: tuple[int, ...] = (),
     progress: Progress | None = None,
+    weight_kind: DenseKind = DenseKind.F32,
 ) -> LoadedTransformersModel:
     """Load, learn the calls of attention, pack the linear layers, and check the result.
 
     read_weights: see ``ReadWeights``; called for what transformers itself would not read as we do.
-    max_windows: upper bounds of the layers' sliding windows, repeated over the layers. Raises ``ModelLoadError``, or
-    ``ConfigError`` for an attention backend that cannot serve the model.
+    max_windows: upper bounds of the layers' sliding windows, repeated over the layers. weight_kind: of linear layers,
+    on a CPU in float32. Raises ``ModelLoadError``, or ``ConfigError`` for an attention backend that cannot serve the
+    model.
     """
     _check_config(source)
     register_attention()
@@ -81,7 +85,7 @@ def load_transformers_model(
         bounded = attention_specs(calls, max_windows)
         backend = select_backend(attention_backend, specs + bounded, options.dtype, options.device)(ops, options.device)
         if options.device.type == "cpu" and options.dtype == torch.float32:
-            pack_linears(model, recording.linears, Unquantized(), options)
+            pack_linears(model, recording.linears, Unquantized(kind=weight_kind, memory=HugePages()), options)
             replace_norms(model)
         _use_attention(model, PAGED)
         paged = TransformersModel(model, calls, specs, backend, recording.vocab_size, options.dtype)

@@ -1,26 +1,12 @@
-/* Products with packed weights on a CPU: some rows of the weight are decoded into a buffer that stays in the first
- * level of the cache, and multiplied with every token. Compiled by native_library.py, called by packed_products.py.
+/* Products with packed weights: some rows of the weight are decoded into a buffer that stays in the first level of the
+ * cache, and multiplied with every token.
  *
- * float32 throughout. A result is summed in an order that depends on the number of columns alone: not on the other
- * tokens or rows, nor on the number of threads. Vectors are those of GCC and Clang.
+ * float32 throughout. A result is summed in an order that depends on the number of columns alone.
  */
+#ifndef INFLIGHT_PACKED_H
+#define INFLIGHT_PACKED_H
 
 #include "packed_weights.h"
-
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-/* Numbers of a vector. */
-#ifndef LANES
-#if defined(__AVX512F__)
-#define LANES 16
-#elif HAS_AVX2
-#define LANES 8
-#else
-#define LANES 4
-#endif
-#endif
 
 #define BLOCK_ROWS 32      /* most rows that are decoded together: in the second level of the cache */
 #define TILE_ROWS 4        /* of them, so many are multiplied together: in its first level */
@@ -28,19 +14,14 @@
 #define X_BLOCK_BYTES 196608 /* of the second level, for the tokens that are multiplied with a block's rows */
 #define BLOCK_STRIDE (MAX_COLUMNS + 16) /* rows a power of two apart would compete for the same cache lines */
 #define SMALL_PRODUCT 100000 /* weights times tokens that one thread multiplies sooner than two agree on it */
-#define CHUNKS_PER_THREAD 8
+#define PACKED_CHUNKS_PER_THREAD 8
 #define CHUNK_ALIGNMENT 32 /* rows, a multiple of BLOCK_ROWS; results of two threads lie on different cache lines */
-
-/* GOMP_parallel of the OpenMP runtime that torch runs on: calls a function in each thread of its team. */
-typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 
 /* Columns of a block: as many as make blocks of equal length, in whole vectors. */
 INLINE int64_t block_length(int64_t columns) {
     const int64_t num_blocks = (columns + MAX_COLUMNS - 1) / MAX_COLUMNS;
     return ((columns + num_blocks - 1) / num_blocks + 31) / 32 * 32;
 }
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
 
 /* Keeps a vector in a register: compilers would rather read it anew for every product, and reads are scarce. */
 #if LANES == 16 && defined(__AVX512F__)
@@ -50,24 +31,6 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 #else
 #define KEEP(vector) (void)(vector)
 #endif
-
-INLINE vec load(const float *from) {
-    vec value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-INLINE vec multiply_add(vec a, vec b, vec c) {
-#if LANES == 16 && defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8 && HAS_AVX2
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif LANES == 4 && defined(__ARM_NEON) && defined(__aarch64__)
-    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
 
 /* Sums of the lanes of TILE_ROWS vectors. */
 INLINE void sum_lanes(const vec rows[TILE_ROWS], float *sums) {
@@ -180,13 +143,14 @@ static void one_token_of(const packed_weight *w, const int64_t rows[TILE_ROWS], 
 }
 #endif
 
+/* out [num_tokens, rows] = x [num_tokens, columns], zeros behind them up to whole vectors, times the weight */
 typedef struct {
+    int64_t kind;
     const packed_weight *w;
-    const float *x; /* [num_tokens, x_stride], zeros behind the columns */
-    int64_t num_tokens, x_stride;
-    float *out; /* [num_tokens, rows], or of decode [rows, columns] */
-    int64_t chunk_rows, next_row;
-} job;
+    const float *x;
+    int64_t x_stride;
+    float *out;
+} packed_op;
 
 INLINE void add_sums(float *out, const float *sums, int count, int has_some) {
     for (int r = 0; r < count; r++)
@@ -194,7 +158,7 @@ INLINE void add_sums(float *out, const float *sums, int count, int has_some) {
 }
 
 /* Up to TILE_ROWS decoded rows with tokens first_token to stop. */
-static void multiply_tokens(const job *j, const float *weight, int64_t row, int num_rows, int64_t begin,
+static void multiply_tokens(const packed_op *j, const float *weight, int64_t row, int num_rows, int64_t begin,
                             int64_t length, int64_t first_token, int64_t stop) {
     for (int64_t token = first_token; token < stop;) {
         const int64_t left = stop - token;
@@ -207,7 +171,7 @@ static void multiply_tokens(const job *j, const float *weight, int64_t row, int 
     }
 }
 
-static void multiply_block(const job *j, int64_t row, int num_rows, float *weight) {
+static void multiply_block(const packed_op *j, int64_t num_tokens, int64_t row, int num_rows, float *weight) {
     const packed_weight *w = j->w;
     const int64_t step = block_length(w->columns);
     for (int64_t begin = 0; begin < w->columns; begin += step) {
@@ -220,8 +184,8 @@ static void multiply_block(const job *j, int64_t row, int num_rows, float *weigh
                 decoded[column] = 0;
         }
         const int64_t token_step = X_BLOCK_BYTES / (int64_t)sizeof(float) / length;
-        for (int64_t token = 0; token < j->num_tokens; token += token_step) {
-            const int64_t stop = token + token_step < j->num_tokens ? token + token_step : j->num_tokens;
+        for (int64_t token = 0; token < num_tokens; token += token_step) {
+            const int64_t stop = token + token_step < num_tokens ? token + token_step : num_tokens;
             for (int first = 0; first < num_rows; first += TILE_ROWS) {
                 const int rows = num_rows - first < TILE_ROWS ? num_rows - first : TILE_ROWS;
                 multiply_tokens(j, weight + first * BLOCK_STRIDE, row + first, rows, begin, length, token, stop);
@@ -241,10 +205,10 @@ INLINE void fetch_ahead(const packed_weight *w, int64_t row, int64_t begin, int6
 }
 
 /* The same of up to TILE_ROWS rows for one token, where that is faster: false where it isn't. */
-static int multiply_block_with_one(const job *j, int64_t row, int num_rows) {
+static int multiply_block_with_one(const packed_op *j, int64_t num_tokens, int64_t row, int num_rows) {
 #if HAS_AVX2 && LANES == 8
     const packed_weight *w = j->w;
-    if (j->num_tokens != 1 || w->columns % LANES || (w->group_size % LANES && w->num_groups > 1))
+    if (num_tokens != 1 || w->columns % LANES || (w->group_size % LANES && w->num_groups > 1))
         return 0;
     const int64_t step = block_length(w->columns);
     int64_t rows[TILE_ROWS];
@@ -258,67 +222,65 @@ static int multiply_block_with_one(const job *j, int64_t row, int num_rows) {
     }
     return 1;
 #else
-    (void)j, (void)row, (void)num_rows;
+    (void)j, (void)num_tokens, (void)row, (void)num_rows;
     return 0;
 #endif
 }
 
-static void multiply_chunks(void *data) {
-    job *j = data;
+/* Rows of a chunk. */
+INLINE int64_t packed_chunk_rows(int64_t rows, int64_t num_chunks) {
+    const int64_t each = (rows + num_chunks - 1) / num_chunks;
+    return (each + CHUNK_ALIGNMENT - 1) / CHUNK_ALIGNMENT * CHUNK_ALIGNMENT;
+}
+
+INLINE int64_t chunks_of_weight(const packed_weight *w, int64_t num_tokens, int num_threads) {
+    if (num_tokens == 0 || w->rows == 0)
+        return 0;
+    if (num_threads < 2 || w->rows * w->columns * num_tokens < SMALL_PRODUCT)
+        return 1;
+    const int64_t most = (w->rows + CHUNK_ALIGNMENT - 1) / CHUNK_ALIGNMENT;
+    const int64_t wanted = (int64_t)num_threads * PACKED_CHUNKS_PER_THREAD;
+    return wanted < most ? wanted : most;
+}
+
+static int64_t packed_chunks(const packed_op *op, const native_step *step, int num_threads) {
+    return chunks_of_weight(op->w, step->num_tokens, num_threads);
+}
+
+static void packed_chunk(const packed_op *op, const native_step *step, int64_t chunk, int64_t num_chunks,
+                         float *scratch) {
     /* Rows behind the last of a block are multiplied too, and their results left out. */
-    float weight[BLOCK_ROWS * BLOCK_STRIDE] __attribute__((aligned(64)));
-    const int block_rows = j->num_tokens < MANY_TOKENS ? TILE_ROWS : BLOCK_ROWS;
-    memset(weight, 0, (size_t)block_rows * BLOCK_STRIDE * sizeof(float));
-    for (;;) {
-        const int64_t start = __atomic_fetch_add(&j->next_row, j->chunk_rows, __ATOMIC_RELAXED);
-        const int64_t end = start + j->chunk_rows < j->w->rows ? start + j->chunk_rows : j->w->rows;
-        if (start >= end)
-            return;
-        for (int64_t row = start; row < end; row += block_rows) {
-            const int num_rows = end - row < block_rows ? (int)(end - row) : block_rows;
-            if (!multiply_block_with_one(j, row, num_rows))
-                multiply_block(j, row, num_rows, weight);
+    const int64_t num_tokens = step->num_tokens, rows = packed_chunk_rows(op->w->rows, num_chunks);
+    const int64_t start = chunk * rows, end = start + rows < op->w->rows ? start + rows : op->w->rows;
+    const int block_rows = num_tokens < MANY_TOKENS ? TILE_ROWS : BLOCK_ROWS;
+    memset(scratch, 0, (size_t)block_rows * BLOCK_STRIDE * sizeof(float));
+    for (int64_t row = start; row < end; row += block_rows) {
+        const int num_rows = end - row < block_rows ? (int)(end - row) : block_rows;
+        if (!multiply_block_with_one(op, num_tokens, row, num_rows))
+            multiply_block(op, num_tokens, row, num_rows, scratch);
+    }
+}
+
+/* out [rows, columns] = the weight as the product reads it */
+typedef struct {
+    int64_t kind;
+    const packed_weight *w;
+    float *out;
+} packed_decode_op;
+
+static int64_t packed_decode_chunks(const packed_decode_op *op, int num_threads) {
+    return chunks_of_weight(op->w, 1, num_threads);
+}
+
+static void packed_decode_chunk(const packed_decode_op *op, int64_t chunk, int64_t num_chunks) {
+    const packed_weight *w = op->w;
+    const int64_t step = block_length(w->columns), rows = packed_chunk_rows(w->rows, num_chunks);
+    const int64_t start = chunk * rows, end = start + rows < w->rows ? start + rows : w->rows;
+    for (int64_t row = start; row < end; row++)
+        for (int64_t begin = 0; begin < w->columns; begin += step) {
+            const int64_t stop = begin + step < w->columns ? begin + step : w->columns;
+            decode_row(w, row, begin, stop, op->out + row * w->columns + begin);
         }
-    }
 }
 
-static void decode_chunks(void *data) {
-    job *j = data;
-    const int64_t step = block_length(j->w->columns);
-    for (;;) {
-        const int64_t start = __atomic_fetch_add(&j->next_row, j->chunk_rows, __ATOMIC_RELAXED);
-        const int64_t end = start + j->chunk_rows < j->w->rows ? start + j->chunk_rows : j->w->rows;
-        if (start >= end)
-            return;
-        for (int64_t row = start; row < end; row++)
-            for (int64_t begin = 0; begin < j->w->columns; begin += step) {
-                const int64_t stop = begin + step < j->w->columns ? begin + step : j->w->columns;
-                decode_row(j->w, row, begin, stop, j->out + row * j->w->columns + begin);
-            }
-    }
-}
-
-static void in_parallel(void (*run)(void *), job *j, int num_threads, parallel_function parallel) {
-    const int64_t work = j->w->rows * j->w->columns * (j->num_tokens ? j->num_tokens : 1);
-    const int64_t threads = parallel && work > SMALL_PRODUCT ? num_threads : 1;
-    const int64_t wanted = j->w->rows / (threads * CHUNKS_PER_THREAD);
-    j->chunk_rows = (wanted < CHUNK_ALIGNMENT ? 1 : wanted / CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT;
-    j->next_row = 0;
-    if (threads == 1 || j->w->rows <= j->chunk_rows)
-        run(j);
-    else
-        parallel(run, j, (unsigned)threads, 0);
-}
-
-int packed_lanes(void) { return LANES; }
-
-void packed_multiply(const packed_weight *w, const float *x, int64_t num_tokens, int64_t x_stride, float *out,
-                     int num_threads, parallel_function parallel) {
-    job j = {w, x, num_tokens, x_stride, out, 0, 0};
-    in_parallel(multiply_chunks, &j, num_threads, parallel);
-}
-
-void packed_decode(const packed_weight *w, float *out, int num_threads, parallel_function parallel) {
-    job j = {w, 0, 0, 0, out, 0, 0};
-    in_parallel(decode_chunks, &j, num_threads, parallel);
-}
+#endif

@@ -1,21 +1,13 @@
 /* Packed weights to float32, bit for bit as the reference in Python (compile with -ffp-contract=off). Plain C, and for
- * AVX2 in vectors of eight. Part of packed_products.c, which says how a weight is multiplied.
+ * AVX2 in vectors of eight; packed.h says how a weight is multiplied.
  */
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#ifndef INFLIGHT_PACKED_WEIGHTS_H
+#define INFLIGHT_PACKED_WEIGHTS_H
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-#define HAS_AVX2 1
-#else
-#define HAS_AVX2 0
-#endif
+#include "native.h"
 
 #define MAX_COLUMNS 640 /* of a row that are decoded at once; a multiple of 32 */
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* Kinds of codes, kinds of scales, and what is done with a last term or factor. */
 enum { INT4, INT8, CODEBOOK4, E4M3, E5M2 };
@@ -222,3 +214,5 @@ static void decode_row(const packed_weight *w, int64_t row, int64_t begin, int64
     FOR_KIND_AND_TAIL(w, DECODE)
 #undef DECODE
 }
+
+#endif

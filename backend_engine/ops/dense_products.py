@@ -1,0 +1,290 @@
+"""Products with plain weights on a CPU, in C (``native/dense.h``): packing, a thin wrapper, and a reference in torch.
+
+Called by the quantization methods. A row of a result has the same bits whatever other tokens and threads there are.
+int8 weights have a scale for each row; each token is rounded to int16 with one scale, and multiplied in integers. Knows
+no checkpoint formats.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend_engine.ops.huge_pages import HugePages
+from backend_engine.ops.native_runtime import OpKind, native_runtime
+
+PANEL_ROWS = 16
+# A weight is packed, or multiplied by the reference, in parts of about so many numbers.
+_CHUNK_NUMBERS = 1 << 18
+# Those of dense_int8.h.
+_INT8_BLOCK = 512
+_LARGEST_CODE = 32767.0
+_SMALLEST_PEAK = 1e-30
+_MOST_COLUMNS = 1 << 17
+
+
+class DenseKind(IntEnum):
+    """What the numbers of a weight are; the values are those of the C source."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    I8 = 3
+
+    @classmethod
+    def of(cls, precision: str) -> "DenseKind":
+        """By ``weight_only_precision`` of ``EngineArgs``; a float32 dtype's own for all other names."""
+        return {"float16": cls.F16, "bfloat16": cls.BF16, "int8": cls.I8}.get(precision, cls.F32)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored numbers."""
+        return (torch.float32, torch.float16, torch.bfloat16, torch.int8)[self]
+
+
+class _NativeWeight(ctypes.Structure):
+    """``dense_weight`` of the C source."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class DenseOp(ctypes.Structure):
+    """``dense_op`` of the C source."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rounded", ctypes.c_void_p),
+        ("rounded_stride", ctypes.c_int64),
+    )
+
+
+class RoundOp(ctypes.Structure):
+    """``round_op`` of the C source."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A packed weight.
+
+    data: panels of 16 rows, column after column: ``[panels, columns, 16]``, of int8 pairs of columns ``[panels, pairs,
+    16, 2]``; zeros behind the last row and column. scales (of int8) and bias: float32 ``[panels * 16]`` or ``None``.
+    """
+
+    kind: DenseKind
+    rows: int
+    columns: int
+    data: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+    @cached_property
+    def native(self) -> _NativeWeight:
+        """What the C source reads; this object has to live as long."""
+        scales, bias = (None if t is None else t.data_ptr() for t in (self.scales, self.bias))
+        return _NativeWeight(self.rows, self.columns, self.kind, self.data.data_ptr(), scales, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tensors."""
+        return sum(t.nbytes for t in (self.data, self.scales, self.bias) if t is not None)
+
+
+def dense_bytes(kind: DenseKind, rows: int, columns: int) -> int:
+    """Memory of a packed weight without its bias."""
+    padded = _num_panels(rows) * PANEL_ROWS
+    if kind == DenseKind.I8:
+        return padded * (_num_pairs(columns) * 2 + 4)
+    return padded * columns * kind.dtype.itemsize
+
+
+def pack_dense(
+    weight: Tensor, kind: DenseKind, bias: Tensor | None = None, memory: HugePages | None = None
+) -> DenseWeight:
+    """``weight [rows, columns]`` of any float dtype, and ``bias [rows]``, packed. Of int8: each row to the nearest of
+    255 numbers, the largest magnitude / 127 apart. float16 makes numbers beyond 65504 infinite. ``memory``: where the
+    packed numbers go, by default pages of their own.
+    """
+    data = _empty_data(kind, weight.shape, memory)
+    scales = None
+    if kind == DenseKind.I8:
+        scales = torch.zeros(data.shape[0] * PANEL_ROWS)
+    for start, stop in _parts(weight):
+        part = weight[start:stop].detach()
+        if scales is not None:
+            part, scales[start:stop] = _to_int8(part.to(torch.float32))
+        _put(data, start, part)
+    rows, columns = weight.shape
+    return DenseWeight(kind, rows, columns, data, scales, _padded_rows(bias))
+
+
+def pack_int8_rows(
+    codes: Tensor, scales: Tensor, bias: Tensor | None = None, memory: HugePages | None = None
+) -> DenseWeight:
+    """Packs int8 ``codes [rows, columns]`` that stand for ``codes * scales``, ``scales`` float32 ``[rows]``."""
+    assert codes.dtype == torch.int8 and scales.shape == codes.shape[:1], (codes.dtype, codes.shape, scales.shape)
+    data = _empty_data(DenseKind.I8, codes.shape, memory)
+    for start, stop in _parts(codes):
+        _put(data, start, codes[start:stop])
+    rows, columns = codes.shape
+    return DenseWeight(DenseKind.I8, rows, columns, data, _padded_rows(scales), _padded_rows(bias))
+
+
+def unpack_dense(w: DenseWeight) -> Tensor:
+    """The weight that is multiplied, float32 ``[rows, columns]``."""
+    out = torch.empty(w.rows, w.columns)
+    for start, stop in _parts(out):
+        part = _rows(w, start, stop).to(torch.float32)
+        out[start:stop] = part if w.scales is None else part * w.scales[start:stop, None]
+    return out
+
+
+def multiply_dense(w: DenseWeight, x: Tensor) -> Tensor | None:
+    """``x [num_tokens, columns]`` times the weight, plus its bias: ``[num_tokens, rows]`` in the dtype of ``x``;
+    ``None`` where there is no native library.
+    """
+    runtime = native_runtime()
+    if runtime is None:
+        return None
+    assert x.ndim == 2 and x.shape[1] == w.columns, (x.shape, w.columns)
+    runtime.check_input(x)
+    num_tokens, dtype = x.shape[0], x.dtype
+    if dtype != torch.float32 or x.stride(1) != 1:
+        x = x.to(torch.float32).contiguous()
+        runtime.check_input(x)
+    op = DenseOp(OpKind.DENSE, ctypes.addressof(w.native), x.data_ptr(), x.stride(0))
+    if w.kind == DenseKind.I8:
+        rounded = runtime.empty(num_tokens, _rounded_width(w.columns))
+        op.rounded, op.rounded_stride = rounded.data_ptr(), rounded.stride(0)
+        into = RoundOp(OpKind.ROUND, op.x, op.x_stride, w.columns, op.rounded, op.rounded_stride)
+        runtime.run(into, num_tokens)
+    out = runtime.empty(num_tokens, w.rows)
+    op.out, op.out_stride = out.data_ptr(), out.stride(0)
+    runtime.run(op, num_tokens, w)
+    return out.to(dtype)
+
+
+def dense_reference(w: DenseWeight, x: Tensor) -> Tensor:
+    """What ``multiply_dense`` gives, in torch: the same bits of int8, of others the same within rounding."""
+    wide = x.to(torch.float32)
+    if w.kind != DenseKind.I8:
+        return F.linear(wide, unpack_dense(w), None if w.bias is None else w.bias[: w.rows]).to(x.dtype)
+    assert w.scales is not None
+    codes, token_scales = _round_tokens(wide)
+    out = torch.empty(x.shape[0], w.rows)
+    block = _int8_block(w.columns)
+    for start, stop in _parts(out.T):
+        part = _rows(w, start, stop).to(torch.float64)
+        total = torch.zeros(x.shape[0], stop - start)
+        for begin in range(0, w.columns, block):
+            exact = codes[:, begin : begin + block] @ part[:, begin : begin + block].T
+            total += exact.to(torch.float32)
+        out[:, start:stop] = total * token_scales * w.scales[start:stop]
+    return (out if w.bias is None else out + w.bias[: w.rows]).to(x.dtype)
+
+
+def _num_panels(rows: int) -> int:
+    return -(-rows // PANEL_ROWS)
+
+
+def _num_pairs(columns: int) -> int:
+    return -(-columns // 2)
+
+
+def _int8_block(columns: int) -> int:
+    """Columns whose sum is an exact integer: parts of equal length, in pairs."""
+    return 2 * _num_pairs(-(-columns // -(-columns // _INT8_BLOCK)))
+
+
+def _rounded_width(columns: int) -> int:
+    """Floats of a token's codes and scale. An odd number of cache lines, so that tokens do not compete for them."""
+    lines = -(-(_num_pairs(columns) + 1) // 16)
+    return 16 * (lines + (lines % 2 == 0))
+
+
+def _parts(weight: Tensor) -> Iterator[tuple[int, int]]:
+    """Rows of whole panels."""
+    rows = weight.shape[0]
+    step = max(1, _CHUNK_NUMBERS // max(weight.shape[1], 1) // PANEL_ROWS) * PANEL_ROWS
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def _empty_data(kind: DenseKind, shape: torch.Size, memory: HugePages | None) -> Tensor:
+    """Packed zeros."""
+    assert len(shape) == 2 and shape[0] > 0 and 0 < shape[1] <= _MOST_COLUMNS, tuple(shape)
+    (rows, columns), pairs = shape, _num_pairs(shape[1])
+    numbers = (pairs, PANEL_ROWS, 2) if kind == DenseKind.I8 else (columns, PANEL_ROWS)
+    return (memory or HugePages()).empty((_num_panels(rows), *numbers), kind.dtype)
+
+
+def _put(data: Tensor, start: int, part: Tensor) -> None:
+    """Rows from ``start`` on, the first of a panel."""
+    whole, (rows, columns) = part.shape[0] // PANEL_ROWS, part.shape
+    if data.dtype == torch.int8:
+        # A pair of columns is moved as one number.
+        part = F.pad(part, (0, columns % 2)).contiguous().view(torch.int16)
+        data = data.view(torch.int16).squeeze(-1)
+    panel, done = start // PANEL_ROWS, whole * PANEL_ROWS
+    data[panel : panel + whole].copy_(part[:done].view(whole, PANEL_ROWS, part.shape[1]).transpose(1, 2))
+    if done < rows:
+        data[panel + whole, :, : rows - done].copy_(part[done:].T)
+
+
+def _rows(w: DenseWeight, start: int, stop: int) -> Tensor:
+    """The numbers as they are stored ``[stop - start, columns]``; ``start``: the first row of a panel."""
+    panels = w.data[start // PANEL_ROWS : _num_panels(stop)]
+    panels = panels.permute(0, 2, 1, 3).flatten(2) if w.kind == DenseKind.I8 else panels.transpose(1, 2)
+    return panels.reshape(-1, panels.shape[2])[: stop - start, : w.columns]
+
+
+def _to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales ``[rows]``; a row that holds NaN or infinity has that as its scale."""
+    scales = part.abs().amax(1) / 127
+    codes = part / torch.where(scales > 0, scales, 1.0)[:, None]
+    return codes.round_().nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scales
+
+
+def _padded_rows(values: Tensor | None) -> Tensor | None:
+    """float32 numbers of all rows of all panels."""
+    if values is None:
+        return None
+    wide = values.detach().to(torch.float32)
+    return F.pad(wide, (0, -len(wide) % PANEL_ROWS)).contiguous()
+
+
+def _round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in float64 ``[num_tokens, columns]`` and scales ``[num_tokens, 1]``, as dense_int8.h has them."""
+    peaks = x.abs().amax(1, keepdim=True)
+    is_number = peaks.isfinite()
+    is_used = is_number & (peaks >= _SMALLEST_PEAK)
+    # A number divided by a tensor would be multiplied with its reciprocal.
+    factors = torch.where(is_used, torch.full_like(peaks, _LARGEST_CODE) / peaks, 0.0)
+    codes = torch.where(is_used, x * factors, 0.0).round()
+    scales = torch.where(is_used, peaks / _LARGEST_CODE, 0.0)
+    return codes.to(torch.float64), torch.where(is_number, scales, torch.nan)

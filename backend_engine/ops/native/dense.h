@@ -1,0 +1,129 @@
+/* Products with plain weights: out[token, row] = sum over columns of w[row, column] * x[token, column] (+ bias).
+ *
+ * A weight lies in panels of 16 rows, column after column. A few tokens are multiplied with a weight while it is read,
+ * many with TILE_COLUMNS of a panel, which stay in the first level of the cache. A result is summed in an order that
+ * depends on the number of columns alone: floats one column after another (dense_float.h), integers in blocks
+ * (dense_int8.h).
+ */
+#ifndef INFLIGHT_DENSE_H
+#define INFLIGHT_DENSE_H
+
+#include "native.h"
+
+#define PANEL 16 /* rows */
+#define PANEL_VECS (PANEL / LANES)
+#define TILE_TOKENS 6           /* that are multiplied with a panel at once, all results in registers */
+#define FEW_TOKENS 6            /* up to so many, a weight is read once and not kept */
+#define TILE_COLUMNS 288        /* most columns of a panel that stay in the first level of the cache */
+#define TOKEN_BLOCK 240         /* most tokens of which TILE_COLUMNS stay in the second level */
+#define AHEAD 2048              /* bytes of each panel that are fetched before they are used */
+#define DENSE_SMALL 65536       /* bytes, or work that takes as long, of one thread */
+#define DENSE_CHUNK_BYTES 32768 /* the same, at least, of a chunk */
+#define FLOPS_PER_BYTE 6        /* that a thread computes while it reads a byte */
+
+enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8 };
+
+/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8; rows and
+ * columns rounded up, with zeros. scales (of int8) and bias (or NULL): [rows rounded up].
+ */
+typedef struct {
+    int64_t rows, columns, kind;
+    const void *data;
+    const float *scales, *bias;
+} dense_weight;
+
+/* rounded: of int8, what round_op made of x, for more than one token; of others NULL. */
+typedef struct {
+    int64_t kind;
+    const dense_weight *w;
+    const float *x;
+    int64_t x_stride;
+    float *out;
+    int64_t out_stride;
+    const float *rounded;
+    int64_t rounded_stride;
+} dense_op;
+
+INLINE int64_t num_panels(const dense_weight *w) { return (w->rows + PANEL - 1) / PANEL; }
+
+/* Rows of a panel that exist. */
+INLINE int rows_of_panel(const dense_weight *w, int64_t panel) {
+    return w->rows - panel * PANEL < PANEL ? (int)(w->rows - panel * PANEL) : PANEL;
+}
+
+/* Parts of equal length, none longer than `most`. */
+INLINE int64_t equal_parts(int64_t length, int64_t most) {
+    const int64_t parts = (length + most - 1) / most;
+    return (length + parts - 1) / parts;
+}
+
+INLINE void copy_row(float *to, const float *from, int count) {
+    if (count == PANEL)
+        memcpy(to, from, PANEL * sizeof(float));
+    else
+        memcpy(to, from, (size_t)count * sizeof(float));
+}
+
+/* Keeps a vector in a register: compilers would rather read it anew for every token, and reads are scarce. */
+#if LANES == 16 && defined(__AVX512F__)
+#define HOLD(vector) __asm__("" : "+v"(vector))
+#elif LANES == 8 && HAS_AVX2
+#define HOLD(vector) __asm__("" : "+x"(vector))
+#else
+#define HOLD(vector) (void)(vector)
+#endif
+
+/* What is fetched meanwhile: `step` bytes a column. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} fetch_plan;
+
+typedef struct {
+    float *to;
+    int64_t stride;
+    int is_first; /* no sum of earlier columns to continue */
+    const float *bias;
+} tile_results;
+
+#include "dense_float.h"
+#include "dense_int8.h"
+
+/* ---- chunks ------------------------------------------------------------------------------------------------------ */
+
+/* Panels that a chunk is made of: as many as are read side by side; of many tokens so many that it pays to copy x. */
+INLINE int64_t chunk_unit(int64_t panels, int64_t num_tokens, int num_threads) {
+    if (num_tokens <= FEW_TOKENS)
+        return num_tokens == 1 ? MAX_SIDE_BY_SIDE : 2;
+    const int64_t share = (panels + num_threads - 1) / num_threads;
+    return share < 8 ? share : 8;
+}
+
+static int64_t dense_chunks(const dense_op *op, const native_step *step, int num_threads) {
+    const dense_weight *w = op->w;
+    const int64_t panels = num_panels(w), tokens = step->num_tokens, numbers = panels * PANEL * w->columns;
+    if (tokens == 0 || num_threads == 1)
+        return tokens > 0;
+    const int64_t flops_per_byte = w->kind == DENSE_I8 ? 2 * FLOPS_PER_BYTE : FLOPS_PER_BYTE;
+    const int64_t cost = numbers * number_bytes(w->kind) + numbers * 2 * tokens / flops_per_byte;
+    if (cost < DENSE_SMALL)
+        return 1;
+    int64_t chunks = (tokens <= FEW_TOKENS ? 8 : 4) * (int64_t)num_threads;
+    const int64_t unit = chunk_unit(panels, tokens, num_threads), units = (panels + unit - 1) / unit;
+    chunks = chunks < units ? chunks : units;
+    return chunks < cost / DENSE_CHUNK_BYTES ? chunks : cost / DENSE_CHUNK_BYTES;
+}
+
+static void dense_chunk(const dense_op *op, const native_step *step, int64_t chunk, int64_t num_chunks,
+                        float *scratch) {
+    const int64_t panels = num_panels(op->w), unit = step->num_tokens == 1 ? MAX_SIDE_BY_SIDE : 1;
+    const int64_t units = (panels + unit - 1) / unit, first = chunk_start(units, chunk, num_chunks) * unit;
+    int64_t end = chunk_start(units, chunk + 1, num_chunks) * unit;
+    end = end < panels ? end : panels;
+    if (op->w->kind == DENSE_I8)
+        dense_int8_chunk(op, step->num_tokens, first, end, scratch);
+    else
+        dense_float_chunk(op, step->num_tokens, first, end, scratch);
+}
+
+#endif
