@@ -79,7 +79,7 @@ ENGINE_OPS = EnvVar(
     "native",
     _ops,
     "native or torch",
-    "What multiplies with packed weights on a CPU: C, compiled on this machine where it can be, or torch alone.",
+    "What computes on a CPU: a C library, compiled on this machine where it can be, or torch alone.",
 )
 ENGINE_PLUGINS = EnvVar(
     "ENGINE_PLUGINS",
