@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Where the time of a decoding step goes: the stages of the step, and the operations of its layers.
+
+    python scripts/profile_step.py
+    python scripts/profile_step.py --batch 16 --prompt 512 --weight-only-precision int8
+
+Runs ``--batch`` requests of ``--prompt`` tokens for ``--steps`` tokens. Stages: means over the steps with no prompt in
+them. Operations: the layers of the last step are run again, operation by operation (recorded layers, on a CPU). The
+roofline is what reading every weight once takes at the memory's speed. Prints tables and, last, one JSON line.
+"""
+
+import argparse
+import statistics
+import threading
+from collections import defaultdict
+from typing import Any
+
+import bench_common as common
+
+STAGES = ("schedule_ms", "forward_ms", "decode_ms", "emit_ms")
+REPEATS = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a checkpoint or an engine folder (default: the model that serve.sh takes)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=common.usable_cores())
+    parser.add_argument("--weight-only-precision", default="auto")
+    options = parser.parse_args()
+    from backend_engine.config.engine_args import EngineArgs
+    from backend_engine.config.engine_config import KvCacheConfig
+    from backend_engine.executor.build import create_engine
+
+    bandwidth = common.memory_bandwidth_gb_s(options.threads)
+    length = options.prompt + options.steps
+    engine = create_engine(
+        EngineArgs(
+            options.model or common.default_model(),
+            max_batch_size=options.batch,
+            max_seq_len=length,
+            num_threads=options.threads,
+            weight_only_precision=options.weight_only_precision,
+            kv_cache_config=KvCacheConfig(max_tokens=options.batch * (length + 64)),
+        )
+    )
+    run(engine.executor, options)
+    steps = [s for s in engine.executor.recent_iterations() if s.num_context == 0 and s.num_generation == options.batch]
+    stages = {stage: statistics.fmean(getattr(step, stage) for step in steps) for stage in STAGES}
+    common.print_table(["stage", "ms a step"], [[name.removesuffix("_ms"), f"{ms:.2f}"] for name, ms in stages.items()])
+    operations = by_kind(engine.executor)
+    if operations:
+        print()
+        common.print_table(["operation", "calls", "ms a step"], [[k, str(n), f"{ms:.3f}"] for k, n, ms in operations])
+    engine.executor.shutdown()
+    common.print_json(
+        {
+            "batch": options.batch, "prompt": options.prompt, "threads": options.threads,
+            "weight_only_precision": options.weight_only_precision, "memory_bandwidth_gb_s": round(bandwidth, 1),
+            "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
+            "operations_ms": {kind: round(ms, 3) for kind, _, ms in operations}, "commit": common.commit(),
+        }
+    )  # fmt: skip
+
+
+def run(executor: Any, options: argparse.Namespace) -> None:
+    """All requests from beginning to end."""
+    from backend_engine.config.sampling_params import SamplingParams
+    from backend_engine.core.request import LlmRequest, StopConditions
+
+    left = threading.Semaphore(0)
+
+    def sink(output: Any) -> None:
+        if output.finished:
+            left.release()
+
+    jobs = [common.single_stream(1000, options.prompt)[0] for _ in range(options.batch)]
+    executor.start()
+    executor.enqueue(
+        [
+            LlmRequest(
+                i + 1, [100 + i, *job.prompt_token_ids[1:]], SamplingParams(), StopConditions(options.steps), sink
+            )
+            for i, job in enumerate(jobs)
+        ]
+    )
+    for _ in jobs:
+        left.acquire()
+
+
+def by_kind(executor: Any) -> list[tuple[str, int, float]]:
+    """Name, number and milliseconds of the kinds of operations in the layers, what takes longest first."""
+    from backend_engine.ops.native_runtime import OpKind
+
+    recorded = executor._model_engine.recorded_layers
+    if recorded is None:
+        return []
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
+    for kind, seconds in recorded.profile(REPEATS):
+        name = OpKind(kind).name.lower()
+        counts[name] += 1
+        times[name] += seconds * 1e3
+    return sorted(((name, counts[name], ms) for name, ms in times.items()), key=lambda row: -row[2])
+
+
+if __name__ == "__main__":
+    main()
