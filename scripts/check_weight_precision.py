@@ -41,15 +41,16 @@ def main() -> None:
                 "rise_percent": 100 * (after / before - 1),
                 "allowed_percent": MOST_PERCENT[precision],
                 "alone": equal / sum(map(len, expected)),
+                "equal_answers": sum(a == b for a, b in zip(expected, found, strict=True)),
             }
         )
     common.print_table(
-        ["weights", "perplexity", "rise", "allowed", "equal tokens"],
+        ["weights", "perplexity", "rise", "allowed", "equal tokens", "equal answers"],
         [
-            ["float32", f"{before:.4f}", "", "", ""],
+            ["float32", f"{before:.4f}", "", "", "", ""],
             *(
                 [r["precision"], f"{r['perplexity']:.4f}", f"{r['rise_percent']:+.3f} %", f"{r['allowed_percent']} %",
-                 f"{r['alone']:.1%}"]
+                 f"{r['alone']:.1%}", f"{r['equal_answers']} of {len(expected)}"]
                 for r in rows
             ),
         ],
