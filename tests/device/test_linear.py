@@ -26,22 +26,31 @@ def loaded_linear(
     return layer, weight, bias_values
 
 
+@pytest.fixture(params=["native", "onednn", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How weights are kept: as this machine would have them, as one without a compiler, and as they are."""
+    if request.param != "native":
+        monkeypatch.setattr(unquantized, "native_runtime", lambda: None)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("pack", [False, unquantized.packing_works()])
 @pytest.mark.parametrize("num_tokens", [1, 5, 64])
-def test_the_product_is_that_of_the_plain_weight(num_tokens: int, pack: bool, bias: bool) -> None:
-    layer, weight, bias_values = loaded_linear(Unquantized(pack), bias)
+def test_the_product_is_that_of_the_plain_weight(num_tokens: int, form: str, bias: bool) -> None:
+    layer, weight, bias_values = loaded_linear(Unquantized(False if form == "plain" else None), bias)
     x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(num_tokens))
     torch.testing.assert_close(layer(x), F.linear(x, weight, bias_values), atol=1e-5, rtol=1e-5)
     assert torch.equal(layer.quant.dequantize(layer), weight)
-    assert (layer.weight is None) == pack == (layer.packed_weight is not None)
+    assert (layer.weight is not None) == (form == "plain")
+    assert (layer.packed_weight is not None) == (form == "onednn")
+    assert (layer.dense_weight is not None) == (form == "native")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes_are_never_packed(dtype: torch.dtype) -> None:
     layer, weight, _ = loaded_linear(Unquantized(), False, dtype)
     x = torch.ones(2, 24, dtype=dtype)
-    assert layer.packed_weight is None
+    assert layer.packed_weight is None and layer.dense_weight is None
     assert torch.equal(layer(x), F.linear(x, weight))
     assert layer.quant.dequantize(layer).dtype == torch.float32
 
@@ -51,10 +60,11 @@ def test_a_torch_without_the_packing_operator_is_served_unpacked(monkeypatch: py
         raise AttributeError("no such operator")
 
     monkeypatch.setattr(unquantized, "_pack", absent)
+    monkeypatch.setattr(unquantized, "native_runtime", lambda: None)
     assert not unquantized.packing_works()
     layer, weight, _ = loaded_linear(Unquantized(), False)
     x = torch.randn(3, 24)
-    assert layer.packed_weight is None
+    assert layer.packed_weight is None and layer.dense_weight is None
     assert torch.equal(layer(x), F.linear(x, weight))
 
 
@@ -72,12 +82,12 @@ def test_products_of_any_number_of_rows_need_few_kernels() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_padding_changes_no_row(bias: bool) -> None:
-    layer, _, _ = loaded_linear(Unquantized(), bias)
+def test_padding_changes_no_row(form: str, bias: bool) -> None:
+    layer, _, _ = loaded_linear(Unquantized(False if form == "plain" else None), bias)
     x = torch.randn(70, 24, generator=torch.Generator().manual_seed(2))
     alone = torch.cat([layer(row.unsqueeze(0)) for row in x])
     for num_rows in (1, 16, 17, 33, 65, 70):
         result = layer(x[:num_rows])
         assert result.shape == (num_rows, 32)
-        exactness = {"atol": 0.0, "rtol": 0.0} if layer.packed_weight is not None else {"atol": 1e-5, "rtol": 1e-5}
+        exactness = {"atol": 1e-5, "rtol": 1e-5} if form == "plain" else {"atol": 0.0, "rtol": 0.0}
         torch.testing.assert_close(result, alone[:num_rows], **exactness)
