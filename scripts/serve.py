@@ -23,7 +23,7 @@ from prompt import PromptError, PromptRenderer
 from render_repository import RenderError, parse_settings, render_repository
 from serve_options import build_parser, check, is_hub_id
 from server_log import ModelEvent
-from triton_server import ServerOptions, TritonServer
+from triton_server import ServerOptions, TritonServer, compile_operators
 
 from backend_engine.checkpoint.open_checkpoint import is_checkpoint
 
@@ -162,6 +162,7 @@ def start(arguments: argparse.Namespace, run_dir: Path, stop: threading.Event) -
         if event.state == "loaded":
             steps.show(3, f"  {event.model} is loaded")
 
+    compile_operators(lambda: steps.show(3, "compiling the engine's native operators for this machine, once"))
     server.start()
     if not server.wait_ready(on_event=tell, cancel=stop):
         raise StoppedError

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -65,14 +64,13 @@ class ServerOptions:
     extra_arguments: tuple[str, ...] = ()
 
 
-def _compile_operators() -> None:
-    """Before the server waits for a model that does it. What stands in the way, the engine tells and does without."""
-    if os.environ.get("ENGINE_OPS") == "torch":
-        return
-    with contextlib.suppress(NativeLibraryError, OSError, RuntimeError):
-        start = time.monotonic()
-        if compile_ahead():
-            print(f"compiled the native operators in {time.monotonic() - start:.0f} s", file=sys.stderr)
+def compile_operators(tell: Callable[[], None] = lambda: None) -> None:
+    """Before a server waits for a model that does it. ``tell`` is called when there is something to compile. What
+    stands in the way, the engine tells and does without.
+    """
+    if os.environ.get("ENGINE_OPS") != "torch":
+        with contextlib.suppress(NativeLibraryError, OSError, RuntimeError):
+            compile_ahead(tell)
 
 
 class TritonServer:
@@ -150,7 +148,7 @@ class TritonServer:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        _compile_operators()
+        compile_operators()
         self._launch(installation)
 
     def restart(self) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from backend_engine import envs
@@ -34,8 +35,8 @@ FOLDER = Path(__file__).with_name("native")
 SOURCE = FOLDER / "native.c"
 
 
-def compile_ahead() -> bool:
-    """Put the native library into the cache, unless it is there; whether that was needed. For launchers: a model that
+def compile_ahead(tell: Callable[[], None]) -> None:
+    """Put the native library into the cache; ``tell`` is called before, unless it is there. For launchers: a model that
     compiles while a server starts it keeps that waiting. Raises ``NativeLibraryError``; ``OSError`` without a cache
     that can be written.
     """
@@ -43,10 +44,10 @@ def compile_ahead() -> bool:
     flags = _flags(compiler)
     library = _cached(SOURCE, included_files(), compiler, flags)
     if _is_intact(library):
-        return False
+        return
+    tell()
     library.parent.mkdir(parents=True, exist_ok=True)
     _compile(compiler, flags, SOURCE, library)
-    return True
 
 
 def included_files() -> tuple[Path, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.native_cache import with_native_library
 from tests.support.server import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,14 @@ CHAT = ROOT / "scripts" / "chat.py"
 ANSWER = " yes"  # what the table model says after its chat template
 
 
+def bare_environment(cache: Path) -> dict[str, str]:
+    """The same with an empty cache."""
+    return os.environ | {"INFLIGHT_VENV": sys.prefix, "INFLIGHT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+
+
 def environment(cache: Path) -> dict[str, str]:
     """This environment, with the running virtual environment for serve.sh and a cache of the test's own."""
-    return os.environ | {"INFLIGHT_VENV": sys.prefix, "INFLIGHT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    return bare_environment(with_native_library(cache))
 
 
 def port_flags(ports: Sequence[int]) -> list[str]:
@@ -35,7 +41,7 @@ def port_flags(ports: Sequence[int]) -> list[str]:
 def refuse(cache: Path, *arguments: str) -> str:
     """Run serve.sh, which must refuse within seconds; return its one line."""
     done = subprocess.run(
-        [str(SERVE), *arguments], env=environment(cache), capture_output=True, text=True, timeout=120, check=False
+        [str(SERVE), *arguments], env=bare_environment(cache), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode != 0
     assert done.stderr.startswith("error: "), done

@@ -16,6 +16,7 @@ from triton_process import group_members, stub_model
 from triton_server import ADMIN_HEADER
 
 from tests.support import waiting
+from tests.support.native_cache import with_native_library
 from tests.support.server import free_ports
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_triton_server.py"
@@ -87,7 +88,7 @@ class Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"INFLIGHT_CACHE": str(self.cache), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"INFLIGHT_CACHE": str(with_native_library(self.cache)), "OMP_NUM_THREADS": "1"},
         )
 
     @property
