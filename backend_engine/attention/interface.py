@@ -73,6 +73,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     # When nobody names a backend, the supported one with the highest preference is taken.
     preference: ClassVar[int]
+    # Whether keys and values are written by the ``ops`` that it was made with.
+    appends_by_ops: ClassVar[bool] = True
     # What ``prepare`` fills for the native library, at one address; ``None`` where the backend does not run on it.
     native_step: NativeStep | None = None
 

@@ -59,6 +59,7 @@ class NativeAttention(AttentionBackend):
 
     name = "native"
     preference = 10
+    appends_by_ops = False
 
     def __init__(self, ops: TorchOps, device: torch.device) -> None:
         runtime = native_runtime()

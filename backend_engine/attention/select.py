@@ -9,13 +9,19 @@ import torch
 
 from backend_engine.attention.interface import AttentionBackend, AttentionSpec
 from backend_engine.errors import ConfigError
+from backend_engine.ops.torch_ops import TorchOps
 from backend_engine.plugins.catalog import ATTENTION_BACKENDS
 
 
 def select_backend(
-    name: str, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device
+    name: str,
+    specs: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: type[TorchOps] = TorchOps,
 ) -> type[AttentionBackend]:
-    """Return the class called ``name``, or for ``"auto"`` the best that supports all ``specs``.
+    """Return the class called ``name``, or for ``"auto"`` the best that supports all ``specs`` and, where ``ops`` write
+    keys and values in a way of their own, writes them by these.
 
     Raises ``ConfigError`` with every candidate's reasons when none can serve the layers.
     """
@@ -25,6 +31,8 @@ def select_backend(
     )
     refusals = []
     for backend in candidates:
+        if name == "auto" and ops.append_kv is not TorchOps.append_kv and not backend.appends_by_ops:
+            continue
         reasons = sorted({reason for spec in specs for reason in backend.unsupported(spec, dtype, device)})
         if not reasons:
             return backend

@@ -80,7 +80,8 @@ class NativeBackend(ModelBackend):
         tensors = options.tensors
         names = options.implementations
         ops: TorchOps = OPERATORS.get(names.operators)()
-        backend = select_backend(names.attention_backend, spec.attention_specs(), tensors.dtype, tensors.device)
+        specs = spec.attention_specs()
+        backend = select_backend(names.attention_backend, specs, tensors.dtype, tensors.device, type(ops))
         attention = backend(ops, tensors.device)
         weights = weight_source(spec, family, source, checkpoint)
         plain = Decoded() if options.plain_weights else Unquantized(kind=names.weight_kind, memory=HugePages())

@@ -92,7 +92,7 @@ def record_layers(
     values of a few tokens are written into the first blocks of the pool, which must be free.
     """
     model, step, runtime = loaded.model, loaded.attention.native_step, native_runtime()
-    if not isinstance(model, CausalLM) or step is None or runtime is None:
+    if not isinstance(model, CausalLM) or step is None or runtime is None or loaded.options.dtype != torch.float32:
         return None
     most_tokens = max(_RECORDED_TOKENS, *_TRIED_TOKENS)
     if max_num_tokens < most_tokens or pool.num_blocks * pool.tokens_per_block < most_tokens:

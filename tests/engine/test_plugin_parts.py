@@ -137,7 +137,9 @@ def test_operators_of_a_plugin_are_what_the_layers_compute_with(table_model_dir:
         str(table_model_dir), plugins=plugins, operators="upside_down", model_backend="transformers", **SMALL
     ) as llm:
         assert text(llm, "Count") == COUNT and chosen.num_appended > 0  # its norms are transformers' own
-    with pytest.raises(ConfigError, match="operators 'float32' is not allowed; use float32_norm, torch, upside_down"):
+    with pytest.raises(
+        ConfigError, match="operators 'float32' is not allowed; use float32_norm, native, torch, upside_down"
+    ):
         LLM(str(table_model_dir), plugins=plugins, operators="float32")
 
 

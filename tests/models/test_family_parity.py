@@ -32,7 +32,8 @@ def test_a_prompt_at_once_in_chunks_and_token_by_token(built: Built) -> None:
 
 def test_requests_that_share_steps_answer_as_if_alone(built: Built) -> None:
     driver = EngineDriver(built.folder)
-    prompts = [prompt(41, 1), prompt(5, 2), prompt(1, 3), prompt(40, 4)]
+    # Another seed has a token whose groups of experts are 6e-8 apart: rounding decides there.
+    prompts = [prompt(41, 6), prompt(5, 2), prompt(1, 3), prompt(40, 4)]
     first, second, third, fourth = (driver.add(i, ids) for i, ids in enumerate(prompts))
     driver.step(context=[(second, 5)])
     driver.step(context=[(first, 20), (third, 1)], generation=[second])

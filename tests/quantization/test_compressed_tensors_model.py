@@ -46,7 +46,8 @@ def test_logits_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     compressor.compress_model(model)
     model.save_pretrained(tmp_path / "packed")
     compressor.update_config(str(tmp_path / "packed"))
-    driver = EngineDriver(tmp_path / "packed")
+    # With the library's own norms: the last bit of one puts an input on another step, of which fp8 has few.
+    driver = EngineDriver(tmp_path / "packed", operators="torch")
     ids = prompt(23)
     request = driver.add(1, ids)
     driver.step([(request, 9)])

@@ -285,7 +285,7 @@ def test_a_hub_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
 
 def test_help_needs_no_set_up(tmp_path: Path) -> None:
     done = subprocess.run(
-        [str(SERVE), "--help"], env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=True
+        [str(SERVE), "--help"], env=bare_environment(tmp_path), capture_output=True, text=True, timeout=60, check=True
     )
     assert "--model-control-mode" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -83,7 +83,8 @@ def load_transformers_model(
         recording = _record(model)
         calls, specs = recording.calls, attention_specs(recording.calls)
         bounded = attention_specs(calls, max_windows)
-        backend = select_backend(attention_backend, specs + bounded, options.dtype, options.device)(ops, options.device)
+        kind = select_backend(attention_backend, specs + bounded, options.dtype, options.device, type(ops))
+        backend = kind(ops, options.device)
         if options.device.type == "cpu" and options.dtype == torch.float32:
             pack_linears(model, recording.linears, Unquantized(kind=weight_kind, memory=HugePages()), options)
             replace_norms(model)
