@@ -198,6 +198,8 @@ class TritonServer:
             f"--http-restricted-api={control_key}",
             f"--grpc-restricted-protocol={control_key}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+            # Half a minute by default, which a busy machine may need to start Python and import torch.
+            "--backend-config=python,stub-timeout-seconds=180",
             f"--model-control-mode={options.model_control_mode}",
             # A client that keeps an idle gRPC stream open holds the server up to here.
             f"--exit-timeout-secs={max(1, options.exit_timeout_s - int(options.drain_timeout_s))}",
