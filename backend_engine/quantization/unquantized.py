@@ -86,11 +86,7 @@ class Unquantized(QuantMethod):
         """Pack and let go of the plain weight, so that the memory stays that of one copy."""
         weight = layer.weight
         assert weight is not None, "after_loading ran twice"
-        if (
-            self._wants_native
-            and weight.device.type == "cpu"
-            and packs_densely(TensorOptions(weight.dtype, weight.device))
-        ):
+        if self._wants_native and packs_densely(TensorOptions(weight.dtype, weight.device)):
             layer.dense_weight = pack_dense(weight.data, self._kind, layer.bias, self._memory)
             layer.weight = None
         elif self._pack_on_cpu and weight.device.type == "cpu" and weight.dtype == torch.float32:

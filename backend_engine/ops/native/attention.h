@@ -80,7 +80,7 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
     int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED, all_seen = 1, finite = 1;
     for (int row = 0; row < s->num_rows; row++)
         all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
-#if HAS_EIGHT && LANES == 8
+#if HAS_AVX2 && LANES == 8
     if (all_seen && s->num_rows <= FEW_ROWS && op->pool_dtype == KV_FLOAT32) {
         attend_few(op, s, tile, first, end, now, next);
         return;

@@ -27,15 +27,6 @@ typedef struct {
 
 /* ---- products ------------------------------------------------------------------------------------------------ */
 
-/* Keeps a vector in a register, rather than reading it anew for every product. */
-#if LANES == 16 && defined(__AVX512F__)
-#define KEEP_VECTOR(vector) __asm__("" : "+v"(vector))
-#elif LANES == 8 && HAS_AVX2
-#define KEEP_VECTOR(vector) __asm__("" : "+x"(vector))
-#else
-#define KEEP_VECTOR(vector) (void)(vector)
-#endif
-
 /* c [rows, vecs * LANES] = a [rows, depth] times b [depth, vecs * LANES], each number one sum in order of the depth;
  * adds: to what c holds.
  */
@@ -50,13 +41,13 @@ INLINE void product(const int rows, const int vecs, const float *a, int64_t a_st
         vec kept[BLOCK_ROWS_ATTENDED];
         for (int k = 0; k < (rows < vecs ? rows : vecs); k++) {
             kept[k] = rows < vecs ? broadcast(a[k * a_stride + i]) : load(b + k * LANES);
-            KEEP_VECTOR(kept[k]);
+            KEEP(kept[k]);
         }
         if (rows < vecs)
             for (int v = 0; v < vecs; v++) {
                 vec row = load(b + v * LANES);
                 if (rows > 1)
-                    KEEP_VECTOR(row);
+                    KEEP(row);
                 for (int r = 0; r < rows; r++)
                     total[r][v] = multiply_add(kept[r], row, total[r][v]);
             }
@@ -154,7 +145,7 @@ static void find_places(const attend_op *op, const native_step *step, const int3
         places->at[i] = places->at[end - 1];
 }
 
-#if HAS_EIGHT
+#if HAS_AVX2
 INLINE void transpose_eight(__m256 r[8]) {
     __m256 a[8], b[8];
     for (int i = 0; i < 8; i += 2) {
@@ -202,7 +193,7 @@ INLINE void read_keys(const int kind, const attend_op *op, const tile_places *no
         }
         fetch(next, 0, i, i + 8);
         for (int64_t d = 0; d < dim; d += 8) {
-#if HAS_EIGHT
+#if HAS_AVX2
             __m256 rows[8];
             for (int j = 0; j < 8; j++)
                 rows[j] = eight_kv_numbers(kind, from[j], d, factors[j]);
@@ -223,7 +214,7 @@ INLINE int read_values(const int kind, const attend_op *op, const tile_places *n
                        int64_t first, int64_t end, float *values, int64_t values_stride) {
     const int64_t dim = op->head_dim, bytes = dim * kv_number_bytes(kind);
     const char *pool = op->pool;
-#if HAS_EIGHT
+#if HAS_AVX2
     __m256 differences = _mm256_setzero_ps();
 #else
     int32_t differences = 0;
@@ -233,7 +224,7 @@ INLINE int read_values(const int kind, const attend_op *op, const tile_places *n
         const float factor = factor_at(kind, op->pool_scales, place, op->v_scale);
         fetch(next, now->to_values, i, i + 1);
         for (int64_t d = 0; d < dim; d += 8) {
-#if HAS_EIGHT
+#if HAS_AVX2
             const __m256 some = eight_kv_numbers(kind, pool + place * bytes, d, factor);
             _mm256_storeu_ps(values + i * values_stride + d, some);
             differences = _mm256_or_ps(differences, _mm256_sub_ps(some, some));
@@ -246,7 +237,7 @@ INLINE int read_values(const int kind, const attend_op *op, const tile_places *n
 #endif
         }
     }
-#if HAS_EIGHT
+#if HAS_AVX2
     return _mm256_testz_si256(_mm256_castps_si256(differences), _mm256_castps_si256(differences));
 #else
     return !differences;
@@ -327,7 +318,7 @@ static void weigh(const attend_op *op, attended *s, int row, int64_t tile, int64
 
 /* ---- few queries that see all of a tile of float32: keys and values are taken as they come, nothing is kept ----- */
 
-#if HAS_EIGHT && LANES == 8
+#if HAS_AVX2 && LANES == 8
 #define FEW_ROWS 4
 
 /* Scores as `product` makes them. Several groups of eight keys take turns, so that the sums do not wait. */

@@ -64,15 +64,6 @@ INLINE void copy_row(float *to, const float *from, int count) {
         memcpy(to, from, (size_t)count * sizeof(float));
 }
 
-/* Keeps a vector in a register: compilers would rather read it anew for every token, and reads are scarce. */
-#if LANES == 16 && defined(__AVX512F__)
-#define HOLD(vector) __asm__("" : "+v"(vector))
-#elif LANES == 8 && HAS_AVX2
-#define HOLD(vector) __asm__("" : "+x"(vector))
-#else
-#define HOLD(vector) (void)(vector)
-#endif
-
 /* What is fetched meanwhile: `step` bytes a column. */
 typedef struct {
     const char *from;

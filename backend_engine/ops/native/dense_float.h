@@ -63,7 +63,7 @@ INLINE void direct_column(const int kind, const int tokens, const int panels, co
         vec w[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) {
             w[v] = load_weights(kind, data, column * PANEL + v * LANES);
-            HOLD(w[v]);
+            KEEP(w[v]);
         }
         for (int t = 0; t < tokens; t++) {
             const vec token = broadcast(x[t * op->x_stride]);
@@ -79,7 +79,7 @@ INLINE void direct_column(const int kind, const int tokens, const int panels, co
         for (int v = 0; v < PANEL_VECS; v++) {
             vec w = load_weights(kind, data, (p * op->w->columns + column) * PANEL + v * LANES);
             if (tokens > 1)
-                HOLD(w);
+                KEEP(w);
             for (int t = 0; t < tokens; t++)
                 sums->of[t][p][v] = multiply_add(w, token[t], sums->of[t][p][v]);
         }
@@ -176,7 +176,7 @@ INLINE void dense_tile(const int kind, const int tokens, const char *panel, cons
         vec w[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) {
             w[v] = load_weights(kind, panel, column * PANEL + v * LANES);
-            HOLD(w[v]);
+            KEEP(w[v]);
         }
         __builtin_prefetch(fetch.from, 0, 2);
         fetch.from += fetch.step;

@@ -163,7 +163,7 @@ INLINE void direct_pairs(const int tokens, const int panels, const int8_t *data,
             for (int p = 0; p < panels; p++)
                 for (int v = 0; v < INT_VECS; v++) {
                     weight_pairs w = widen_pairs(data + p * panel_bytes + (pair + i) * 2 * PANEL + v * PANEL);
-                    HOLD(w);
+                    KEEP(w);
                     for (int t = 0; t < tokens; t++)
                         sums[t][p][v] = add_products(sums[t][p][v], w, x.codes + t * x.stride + 2 * (pair + i));
                 }
@@ -264,7 +264,7 @@ INLINE void tile_int8(const int tokens, const weight_pairs *panel, rounded_token
         weight_pairs weights[INT_VECS];
         for (int v = 0; v < INT_VECS; v++) {
             weights[v] = panel[pair * INT_VECS + v];
-            HOLD(weights[v]);
+            KEEP(weights[v]);
         }
         __builtin_prefetch(fetch.from, 0, 2);
         fetch.from += fetch.step;

@@ -8,12 +8,6 @@
 
 #include "native.h"
 
-#if HAS_AVX2 && defined(__F16C__)
-#define HAS_EIGHT 1
-#else
-#define HAS_EIGHT 0
-#endif
-
 enum { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16, KV_E4M3, KV_E5M2, KV_INT8 };
 
 #define FOR_KV_KIND(kind, DO)                                                                                          \
@@ -64,7 +58,7 @@ INLINE float kv_number(const int kind, const void *numbers, int64_t i, float fac
     }
 }
 
-#if HAS_EIGHT
+#if HAS_AVX2
 INLINE __m256 eight_kv_numbers(const int kind, const void *numbers, int64_t i, float factor) {
     if (kind == KV_FLOAT32)
         return _mm256_loadu_ps((const float *)numbers + i);

@@ -73,6 +73,15 @@ typedef struct {
     int64_t tokens_per_block;
 } native_step;
 
+/* Keeps a vector in a register: compilers would rather read it anew for every product, and reads are scarce. */
+#if LANES == 16 && defined(__AVX512F__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif LANES == 8 && HAS_AVX2
+#define KEEP(vector) __asm__("" : "+x"(vector))
+#else
+#define KEEP(vector) (void)(vector)
+#endif
+
 INLINE vec load(const float *from) {
     vec value;
     memcpy(&value, from, sizeof value);

@@ -23,15 +23,6 @@ INLINE int64_t block_length(int64_t columns) {
     return ((columns + num_blocks - 1) / num_blocks + 31) / 32 * 32;
 }
 
-/* Keeps a vector in a register: compilers would rather read it anew for every product, and reads are scarce. */
-#if LANES == 16 && defined(__AVX512F__)
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#elif LANES == 8 && HAS_AVX2
-#define KEEP(vector) __asm__("" : "+x"(vector))
-#else
-#define KEEP(vector) (void)(vector)
-#endif
-
 /* Sums of the lanes of TILE_ROWS vectors. */
 INLINE void sum_lanes(const vec rows[TILE_ROWS], float *sums) {
 #if HAS_AVX2 && LANES >= 8
