@@ -47,11 +47,11 @@ def of_family(server: ProductServer, family: str) -> dict[str, float]:
 
 
 def idle(server: ProductServer) -> None:
-    """Wait until nothing runs and the page says so: two looks, half a refresh apart, see the same."""
+    """Wait until nothing runs and the page says so: two looks, more than two refreshes apart, see the same."""
 
     def is_still() -> bool:
         before = engine_samples(server)
-        time.sleep(0.05)
+        time.sleep(0.25)
         active = before['nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"}']
         return active == 0 and engine_samples(server) == before
 

@@ -5,8 +5,15 @@ from collections.abc import Callable
 
 
 def eventually(check: Callable[[], bool], seconds: float = 10.0, pause_s: float = 0.002) -> bool:
-    """Look every ``pause_s`` seconds whether ``check`` holds; False when it still does not after ``seconds``."""
+    """Look every ``pause_s`` seconds whether ``check`` holds; False when it still does not after ``seconds``.
+
+    Once it has held it is not asked again: what it sees may be a moment. The last look begins after the time is up.
+    """
     end = time.monotonic() + seconds
-    while not check() and time.monotonic() < end:
+    while True:
+        is_last = time.monotonic() >= end
+        if check():
+            return True
+        if is_last:
+            return False
         time.sleep(pause_s)
-    return check()
