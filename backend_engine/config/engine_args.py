@@ -26,11 +26,12 @@ class EngineArgs:
     generation_config: whether requests that leave temperature, top_k, top_p, min_p, repetition_penalty or max_tokens
     unset take those of the model's generation_config.json (``model``) or not (``ignore``).
     operators: what layers compute with: ``native`` (C, compiled on this machine), ``torch``, a plugin's by its name,
-    ``auto`` (native on a CPU). weight_only_precision: the form in which plain weights stay in a CPU's memory, while
-    float32 is what is computed in: ``auto`` (that of dtype), ``float16``, ``bfloat16``, ``int8`` (a scale for each
-    row). batch_invariant: whether logits must have the same bits whatever is computed beside them; ``None`` = where it
-    can be had, true refuses to start where it cannot. record_layers: whether the layers' operations are recorded at
-    start and run as one call, on a CPU with native operators.
+    ``auto`` (native on a CPU). weight_only_precision: the form in which plain weights stay in a CPU's memory: ``auto``
+    (that of dtype), ``float16``, ``bfloat16``, ``int16`` (a scale for 64 numbers of a row), ``int8`` (one for each
+    row). Floats are computed with in float32, integers in integers. batch_invariant: whether logits must have the same
+    bits whatever is computed beside them; ``None`` = where it can be had, true refuses to start where it cannot.
+    record_layers: whether the layers' operations are recorded at start and run as one call, on a CPU with native
+    operators.
     plugins: modules, .py files and package folders with plugins, besides those of installed packages, which ``none``
     leaves out; empty = those of the environment variable ENGINE_PLUGINS.
     skip_tokenizer_init: work on token ids alone. num_threads: CPU threads for torch, 0 = one per usable core.

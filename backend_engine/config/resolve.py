@@ -18,7 +18,7 @@ from backend_engine.errors import ConfigError
 from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, OPERATORS, WAITING_QUEUES
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHT_ONLY_PRECISIONS = ("float16", "bfloat16", "int8")
+WEIGHT_ONLY_PRECISIONS = ("float16", "bfloat16", "int16", "int8")
 DEVICES = ("cpu", "cuda")
 KV_LAYOUTS = ("paged", "contiguous")
 GPU_MAX_NUM_TOKENS = 8192

@@ -1,8 +1,8 @@
 """Products with plain weights on a CPU, in C (``native/dense.h``): packing, a thin wrapper, and a reference in torch.
 
 Called by the quantization methods. A row of a result has the same bits whatever other tokens and threads there are.
-int8 weights have a scale for each row; each token is rounded to int16 with one scale, and multiplied in integers. Knows
-no checkpoint formats.
+Integers are multiplied as such: int8 weights have a scale for each row, int16 ones for each row of a block of 64 columns
+(block floating point), and tokens are rounded in the same blocks. Knows no checkpoint formats.
 """
 
 import ctypes
@@ -21,9 +21,8 @@ from backend_engine.ops.native_runtime import OpKind, native_runtime
 PANEL_ROWS = 16
 # A weight is packed, or multiplied by the reference, in parts of about so many numbers.
 _CHUNK_NUMBERS = 1 << 18
-# Those of dense_int8.h.
-_INT8_BLOCK = 512
-_LARGEST_CODE = 32767.0
+# Those of dense_int.h; the largest code of a token and of a weight.
+_INT8_BLOCK, _INT16_BLOCK = 512, 64
 _SMALLEST_PEAK = 1e-30
 _MOST_COLUMNS = 1 << 17
 
@@ -35,16 +34,37 @@ class DenseKind(IntEnum):
     F16 = 1
     BF16 = 2
     I8 = 3
+    I16 = 4
 
     @classmethod
     def of(cls, precision: str) -> "DenseKind":
         """By ``weight_only_precision`` of ``EngineArgs``; a float32 dtype's own for all other names."""
-        return {"float16": cls.F16, "bfloat16": cls.BF16, "int8": cls.I8}.get(precision, cls.F32)
+        return {"float16": cls.F16, "bfloat16": cls.BF16, "int8": cls.I8, "int16": cls.I16}.get(precision, cls.F32)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the stored numbers."""
-        return (torch.float32, torch.float16, torch.bfloat16, torch.int8)[self]
+        return (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16)[self]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether tokens are rounded, too."""
+        return self >= DenseKind.I8
+
+    @property
+    def largest_codes(self) -> tuple[int, int]:
+        """Of weights and of tokens; a block's sums of their products are less than 2^31."""
+        return (4095, 8191) if self == DenseKind.I16 else (127, 32767)
+
+    def block(self, columns: int) -> int:
+        """Columns whose sum is an exact integer: at most 512 of int8, in parts of equal length, of whole pairs."""
+        if self == DenseKind.I16:
+            return _INT16_BLOCK
+        return 2 * _num_pairs(-(-columns // -(-columns // _INT8_BLOCK)))
+
+    def num_blocks(self, columns: int) -> int:
+        """Scales of a token."""
+        return -(-columns // self.block(columns))
 
 
 class _NativeWeight(ctypes.Structure):
@@ -83,6 +103,7 @@ class RoundOp(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
         ("columns", ctypes.c_int64),
+        ("weight_kind", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
     )
@@ -92,8 +113,9 @@ class RoundOp(ctypes.Structure):
 class DenseWeight:
     """A packed weight.
 
-    data: panels of 16 rows, column after column: ``[panels, columns, 16]``, of int8 pairs of columns ``[panels, pairs,
-    16, 2]``; zeros behind the last row and column. scales (of int8) and bias: float32 ``[panels * 16]`` or ``None``.
+    data: panels of 16 rows, column after column: ``[panels, columns, 16]``, of integers pairs of columns ``[panels,
+    pairs, 16, 2]``; zeros behind the last row and column. scales: float32, of int8 ``[panels * 16]``, of int16
+    ``[panels, blocks, 16]``, else ``None``. bias: float32 ``[panels * 16]`` or ``None``.
     """
 
     kind: DenseKind
@@ -118,29 +140,32 @@ class DenseWeight:
 def dense_bytes(kind: DenseKind, rows: int, columns: int) -> int:
     """Memory of a packed weight without its bias."""
     padded = _num_panels(rows) * PANEL_ROWS
-    if kind == DenseKind.I8:
-        return padded * (_num_pairs(columns) * 2 + 4)
-    return padded * columns * kind.dtype.itemsize
+    if not kind.is_integer:
+        return padded * columns * kind.dtype.itemsize
+    num_scales = kind.num_blocks(columns) if kind == DenseKind.I16 else 1
+    return padded * (_num_pairs(columns) * 2 * kind.dtype.itemsize + 4 * num_scales)
 
 
 def pack_dense(
     weight: Tensor, kind: DenseKind, bias: Tensor | None = None, memory: HugePages | None = None
 ) -> DenseWeight:
     """``weight [rows, columns]`` of any float dtype, and ``bias [rows]``, packed. Of int8: each row to the nearest of
-    255 numbers, the largest magnitude / 127 apart. float16 makes numbers beyond 65504 infinite. ``memory``: where the
-    packed numbers go, by default pages of their own.
+    255 numbers, the largest magnitude / 127 apart; of int16: 64 columns of a row to one of 8191. float16 makes numbers
+    beyond 65504 infinite. ``memory``: where the packed numbers go, by default pages of their own.
     """
     data = _empty_data(kind, weight.shape, memory)
-    scales = None
-    if kind == DenseKind.I8:
-        scales = torch.zeros(data.shape[0] * PANEL_ROWS)
+    (rows, columns), num_panels = weight.shape, data.shape[0]
+    width = kind.block(columns) if kind == DenseKind.I16 else columns
+    scales = torch.zeros(num_panels * PANEL_ROWS, -(-columns // width))
     for start, stop in _parts(weight):
         part = weight[start:stop].detach()
-        if scales is not None:
-            part, scales[start:stop] = _to_int8(part.to(torch.float32))
+        if kind.is_integer:
+            part, scales[start:stop] = _to_codes(part.to(torch.float32), kind, width)
         _put(data, start, part)
-    rows, columns = weight.shape
-    return DenseWeight(kind, rows, columns, data, scales, _padded_rows(bias))
+    kept = scales.view(num_panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
+    if kind == DenseKind.I8:
+        kept = kept.flatten()
+    return DenseWeight(kind, rows, columns, data, kept if kind.is_integer else None, _padded_rows(bias))
 
 
 def pack_int8_rows(
@@ -160,7 +185,11 @@ def unpack_dense(w: DenseWeight) -> Tensor:
     out = torch.empty(w.rows, w.columns)
     for start, stop in _parts(out):
         part = _rows(w, start, stop).to(torch.float32)
-        out[start:stop] = part if w.scales is None else part * w.scales[start:stop, None]
+        if w.kind == DenseKind.I16:
+            part *= _block_scales(w, start, stop).repeat_interleave(_INT16_BLOCK, 1)[:, : w.columns]
+        elif w.scales is not None:
+            part *= w.scales[start:stop, None]
+        out[start:stop] = part
     return out
 
 
@@ -178,10 +207,10 @@ def multiply_dense(w: DenseWeight, x: Tensor) -> Tensor | None:
         x = x.to(torch.float32).contiguous()
         runtime.check_input(x)
     op = DenseOp(OpKind.DENSE, ctypes.addressof(w.native), x.data_ptr(), x.stride(0))
-    if w.kind == DenseKind.I8:
-        rounded = runtime.empty(num_tokens, _rounded_width(w.columns))
+    if w.kind.is_integer:
+        rounded = runtime.empty(num_tokens, _rounded_width(w.kind, w.columns))
         op.rounded, op.rounded_stride = rounded.data_ptr(), rounded.stride(0)
-        into = RoundOp(OpKind.ROUND, op.x, op.x_stride, w.columns, op.rounded, op.rounded_stride)
+        into = RoundOp(OpKind.ROUND, op.x, op.x_stride, w.columns, w.kind, op.rounded, op.rounded_stride)
         runtime.run(into, num_tokens)
     out = runtime.empty(num_tokens, w.rows)
     op.out, op.out_stride = out.data_ptr(), out.stride(0)
@@ -190,21 +219,22 @@ def multiply_dense(w: DenseWeight, x: Tensor) -> Tensor | None:
 
 
 def dense_reference(w: DenseWeight, x: Tensor) -> Tensor:
-    """What ``multiply_dense`` gives, in torch: the same bits of int8, of others the same within rounding."""
+    """What ``multiply_dense`` gives, in torch: the same bits of integers, of others the same within rounding."""
     wide = x.to(torch.float32)
-    if w.kind != DenseKind.I8:
+    if not w.kind.is_integer:
         return F.linear(wide, unpack_dense(w), None if w.bias is None else w.bias[: w.rows]).to(x.dtype)
     assert w.scales is not None
-    codes, token_scales = _round_tokens(wide)
     out = torch.empty(x.shape[0], w.rows)
-    block = _int8_block(w.columns)
+    block = w.kind.block(w.columns)
     for start, stop in _parts(out.T):
         part = _rows(w, start, stop).to(torch.float64)
+        block_scales = _block_scales(w, start, stop) if w.kind == DenseKind.I16 else None
         total = torch.zeros(x.shape[0], stop - start)
-        for begin in range(0, w.columns, block):
-            exact = codes[:, begin : begin + block] @ part[:, begin : begin + block].T
-            total += exact.to(torch.float32)
-        out[:, start:stop] = total * token_scales * w.scales[start:stop]
+        for number, begin in enumerate(range(0, w.columns, block)):
+            codes, scales = _round_tokens(wide[:, begin : begin + block], w.kind.largest_codes[1])
+            exact = codes @ part[:, begin : begin + block].T
+            total += exact.to(torch.float32) * (scales if block_scales is None else scales * block_scales[:, number])
+        out[:, start:stop] = total * w.scales[start:stop] if block_scales is None else total
     return (out if w.bias is None else out + w.bias[: w.rows]).to(x.dtype)
 
 
@@ -216,14 +246,9 @@ def _num_pairs(columns: int) -> int:
     return -(-columns // 2)
 
 
-def _int8_block(columns: int) -> int:
-    """Columns whose sum is an exact integer: parts of equal length, in pairs."""
-    return 2 * _num_pairs(-(-columns // -(-columns // _INT8_BLOCK)))
-
-
-def _rounded_width(columns: int) -> int:
-    """Floats of a token's codes and scale. An odd number of cache lines, so that tokens do not compete for them."""
-    lines = -(-(_num_pairs(columns) + 1) // 16)
+def _rounded_width(kind: DenseKind, columns: int) -> int:
+    """Floats of a token's codes and scales. An odd number of cache lines, so that tokens do not compete for them."""
+    lines = -(-(_num_pairs(columns) + kind.num_blocks(columns)) // 16)
     return 16 * (lines + (lines % 2 == 0))
 
 
@@ -239,17 +264,18 @@ def _empty_data(kind: DenseKind, shape: torch.Size, memory: HugePages | None) ->
     """Packed zeros."""
     assert len(shape) == 2 and shape[0] > 0 and 0 < shape[1] <= _MOST_COLUMNS, tuple(shape)
     (rows, columns), pairs = shape, _num_pairs(shape[1])
-    numbers = (pairs, PANEL_ROWS, 2) if kind == DenseKind.I8 else (columns, PANEL_ROWS)
+    numbers = (pairs, PANEL_ROWS, 2) if kind.is_integer else (columns, PANEL_ROWS)
     return (memory or HugePages()).empty((_num_panels(rows), *numbers), kind.dtype)
 
 
 def _put(data: Tensor, start: int, part: Tensor) -> None:
     """Rows from ``start`` on, the first of a panel."""
     whole, (rows, columns) = part.shape[0] // PANEL_ROWS, part.shape
-    if data.dtype == torch.int8:
+    if data.ndim == 4:
         # A pair of columns is moved as one number.
-        part = F.pad(part, (0, columns % 2)).contiguous().view(torch.int16)
-        data = data.view(torch.int16).squeeze(-1)
+        pair = torch.int16 if data.dtype == torch.int8 else torch.int32
+        part = F.pad(part, (0, columns % 2)).contiguous().view(pair)
+        data = data.view(pair).squeeze(-1)
     panel, done = start // PANEL_ROWS, whole * PANEL_ROWS
     data[panel : panel + whole].copy_(part[:done].view(whole, PANEL_ROWS, part.shape[1]).transpose(1, 2))
     if done < rows:
@@ -259,15 +285,25 @@ def _put(data: Tensor, start: int, part: Tensor) -> None:
 def _rows(w: DenseWeight, start: int, stop: int) -> Tensor:
     """The numbers as they are stored ``[stop - start, columns]``; ``start``: the first row of a panel."""
     panels = w.data[start // PANEL_ROWS : _num_panels(stop)]
-    panels = panels.permute(0, 2, 1, 3).flatten(2) if w.kind == DenseKind.I8 else panels.transpose(1, 2)
+    panels = panels.permute(0, 2, 1, 3).flatten(2) if w.kind.is_integer else panels.transpose(1, 2)
     return panels.reshape(-1, panels.shape[2])[: stop - start, : w.columns]
 
 
-def _to_int8(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales ``[rows]``; a row that holds NaN or infinity has that as its scale."""
-    scales = part.abs().amax(1) / 127
-    codes = part / torch.where(scales > 0, scales, 1.0)[:, None]
-    return codes.round_().nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scales
+def _block_scales(w: DenseWeight, start: int, stop: int) -> Tensor:
+    """Of int16, ``[stop - start, blocks]``; ``start``: the first row of a panel."""
+    assert w.scales is not None
+    panels = w.scales[start // PANEL_ROWS : _num_panels(stop)]
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1])[: stop - start]
+
+
+def _to_codes(part: Tensor, kind: DenseKind, width: int) -> tuple[Tensor, Tensor]:
+    """Codes, and a scale for each ``width`` columns of a row; where there is NaN or infinity the scale is that."""
+    largest, (rows, columns) = kind.largest_codes[0], part.shape
+    blocks = F.pad(part, (0, -columns % width)).view(rows, -1, width)
+    scales = blocks.abs().amax(2) / largest
+    codes = blocks / torch.where(scales > 0, scales, 1.0)[:, :, None]
+    codes = codes.round_().nan_to_num_(0.0).clamp_(-largest, largest).to(kind.dtype)
+    return codes.view(rows, -1)[:, :columns], scales
 
 
 def _padded_rows(values: Tensor | None) -> Tensor | None:
@@ -278,13 +314,13 @@ def _padded_rows(values: Tensor | None) -> Tensor | None:
     return F.pad(wide, (0, -len(wide) % PANEL_ROWS)).contiguous()
 
 
-def _round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers in float64 ``[num_tokens, columns]`` and scales ``[num_tokens, 1]``, as dense_int8.h has them."""
+def _round_tokens(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Integers in float64 ``[num_tokens, columns]`` and scales ``[num_tokens, 1]`` of a block, as in dense_int.h."""
     peaks = x.abs().amax(1, keepdim=True)
     is_number = peaks.isfinite()
     is_used = is_number & (peaks >= _SMALLEST_PEAK)
     # A number divided by a tensor would be multiplied with its reciprocal.
-    factors = torch.where(is_used, torch.full_like(peaks, _LARGEST_CODE) / peaks, 0.0)
+    factors = torch.where(is_used, torch.full_like(peaks, largest) / peaks, 0.0)
     codes = torch.where(is_used, x * factors, 0.0).round()
-    scales = torch.where(is_used, peaks / _LARGEST_CODE, 0.0)
+    scales = torch.where(is_used, peaks / largest, 0.0)
     return codes.to(torch.float64), torch.where(is_number, scales, torch.nan)

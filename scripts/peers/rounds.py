@@ -55,7 +55,7 @@ PEERS = (
     Spec("llama-cpp", "Q8_0", "llama_server", ("W1",)),
     Spec("llama-cpp", "Q4_1", "llama_server", ("W1",)),
 )
-OUR_WORKLOADS = {"float": W1234, "float32": W1234, "int8": ("W1", "W2"), "int4": ("W1",)}
+OUR_WORKLOADS = {"float": W1234, "float32": W1234, "int16": W1234, "int8": ("W1", "W2"), "int4": ("W1",)}
 REFERENCE = PEERS[0].label
 
 

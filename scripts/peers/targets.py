@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "inflight"
-FLOAT = ("float", "float32")
+FLOAT = ("float", "float32", "int16")
+"""Those whose perplexity is within 0.1 % of float32's."""
 AT_LEAST, AT_MOST = "at least", "at most"
 
 Figures = Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]

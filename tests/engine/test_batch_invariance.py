@@ -32,7 +32,7 @@ def test_the_same_bits_alone_and_together_and_in_chunks(name: str, tmp_path: Pat
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)), max_num_tokens
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int16", "int8"])
 def test_other_forms_of_weights_too(precision: str, tmp_path: Path) -> None:
     build_tiny_model("llama", tmp_path)
     options = {"weight_only_precision": precision, "batch_invariant": True}
@@ -66,7 +66,7 @@ def test_where_it_cannot_be_had_the_engine_says_so(name: str, options: dict[str,
 def test_forms_of_weights_are_checked(tmp_path: Path) -> None:
     build_tiny_model("llama", tmp_path)
     with pytest.raises(
-        ConfigError, match="weight_only_precision 'int3' is not allowed; use auto, float16, bfloat16, int8"
+        ConfigError, match="weight_only_precision 'int3' is not allowed; use auto, float16, bfloat16, int16, int8"
     ):
         LLM(str(tmp_path), skip_tokenizer_init=True, weight_only_precision="int3")
     with pytest.raises(

@@ -77,12 +77,13 @@ def assert_close(w: DenseWeight, x: Tensor) -> None:
     exact, size = x.double() @ weight.T, x.abs().double() @ weight.abs().T
     if w.bias is not None:
         exact, size = exact + w.bias[: w.rows], size + w.bias[: w.rows].abs()
-    if w.kind == DenseKind.I8:
+    if w.kind.is_integer:
         assert torch.equal(found, dense_reference(w, x))
         size = x.abs().amax(1, keepdim=True).double() * weight.abs().sum(1) + size
     else:
         assert torch.allclose(found, dense_reference(w, x), rtol=1e-4, atol=1e-5 * float(size.max()))
-    bound = (2**-16 if w.kind == DenseKind.I8 else 2**-24 * (w.columns + 2)) * size + 2**-23 * size
+    step = {DenseKind.I8: 2**-16, DenseKind.I16: 2**-14}.get(w.kind, 2**-24 * (w.columns + 2))
+    bound = step * size + 2**-23 * size
     assert bool(((found - exact).abs() <= bound).all()), (w.kind, tuple(x.shape), float((found - exact).abs().max()))
 
 
@@ -142,7 +143,7 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(variant: str, kind: Dens
         assert not found[4 - first].isfinite().any()
         others = torch.arange(first, 9) != 4
         assert torch.equal(found[others], expected[first:][others])
-    if kind == DenseKind.I8:
+    if kind.is_integer:
         assert multiplied(w, x[4:5]).isnan().all() and torch.isnan(dense_reference(w, x)[4]).all()
 
 
@@ -175,7 +176,7 @@ def test_nothing_is_written_beside_the_result() -> None:
         for num_tokens in (1, 2, 4, 7):
             x, space = random(num_tokens, 40), torch.full((num_tokens + 1, 50), 7.0)
             rounded = torch.zeros(num_tokens, 48)
-            into = dense_products.RoundOp(10, x.data_ptr(), 40, 40, rounded.data_ptr(), 48)
+            into = dense_products.RoundOp(10, x.data_ptr(), 40, 40, kind, rounded.data_ptr(), 48)
             runtime.run(into, num_tokens)
             op = dense_products.DenseOp(
                 1, ctypes.addressof(w.native), x.data_ptr(), 40, space.data_ptr() + 8 * 4, 50, rounded.data_ptr(), 48
@@ -207,6 +208,9 @@ def test_the_largest_codes_do_not_overflow(variant: str) -> None:
             x = torch.full((num_tokens, columns), -3.0)
             assert torch.equal(multiplied(w, x), dense_reference(w, x))
             assert torch.allclose(multiplied(w, x), torch.full((num_tokens, 17), 192.0 * columns))
+            wide = pack_dense(torch.full((17, columns), -64.0), DenseKind.I16)
+            assert torch.equal(multiplied(wide, x), dense_reference(wide, x))
+            assert torch.allclose(multiplied(wide, x), torch.full((num_tokens, 17), 192.0 * columns))
 
 
 def test_codes_and_floats_survive_packing() -> None:
@@ -220,6 +224,11 @@ def test_codes_and_floats_survive_packing() -> None:
         packed = pack_dense(weight, DenseKind.I8)
         step = weight.abs().amax(1, keepdim=True) / 127
         assert bool(((unpack_dense(packed) - weight).abs() <= step * 0.50001).all())
+        for begin in range(0, columns, 64):
+            part = weight[:, begin : begin + 64]
+            step = part.abs().amax(1, keepdim=True) / 4095
+            error = unpack_dense(pack_dense(weight, DenseKind.I16))[:, begin : begin + 64] - part
+            assert bool((error.abs() <= step * 0.5001).all())
 
 
 def test_int8_of_rows_with_zeros_or_without_numbers() -> None:

@@ -3,7 +3,7 @@
  * A weight lies in panels of 16 rows, column after column. A few tokens are multiplied with a weight while it is read,
  * many with TILE_COLUMNS of a panel, which stay in the first level of the cache. A result is summed in an order that
  * depends on the number of columns alone: floats one column after another (dense_float.h), integers in blocks
- * (dense_int8.h).
+ * (dense_int.h).
  */
 #ifndef INFLIGHT_DENSE_H
 #define INFLIGHT_DENSE_H
@@ -21,10 +21,11 @@
 #define DENSE_CHUNK_BYTES 32768 /* the same, at least, of a chunk */
 #define FLOPS_PER_BYTE 6        /* that a thread computes while it reads a byte */
 
-enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8 };
+enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8, DENSE_I16 };
 
-/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8; rows and
- * columns rounded up, with zeros. scales (of int8) and bias (or NULL): [rows rounded up].
+/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8 or int16;
+ * rows and columns rounded up, with zeros. scales: of int8 [rows rounded up], of int16 [rows / 16][blocks][16]; bias (or
+ * NULL): [rows rounded up].
  */
 typedef struct {
     int64_t rows, columns, kind;
@@ -32,7 +33,7 @@ typedef struct {
     const float *scales, *bias;
 } dense_weight;
 
-/* rounded: of int8, what round_op made of x, for more than one token; of others NULL. */
+/* rounded: of integers, what round_op made of x, for more than one token; of others NULL. */
 typedef struct {
     int64_t kind;
     const dense_weight *w;
@@ -78,7 +79,7 @@ typedef struct {
 } tile_results;
 
 #include "dense_float.h"
-#include "dense_int8.h"
+#include "dense_int.h"
 
 /* ---- chunks ------------------------------------------------------------------------------------------------------ */
 
@@ -95,7 +96,7 @@ static int64_t dense_chunks(const dense_op *op, const native_step *step, int num
     const int64_t panels = num_panels(w), tokens = step->num_tokens, numbers = panels * PANEL * w->columns;
     if (tokens == 0 || num_threads == 1)
         return tokens > 0;
-    const int64_t flops_per_byte = w->kind == DENSE_I8 ? 2 * FLOPS_PER_BYTE : FLOPS_PER_BYTE;
+    const int64_t flops_per_byte = w->kind >= DENSE_I8 ? 2 * FLOPS_PER_BYTE : FLOPS_PER_BYTE;
     const int64_t cost = numbers * number_bytes(w->kind) + numbers * 2 * tokens / flops_per_byte;
     if (cost < DENSE_SMALL)
         return 1;
@@ -111,8 +112,8 @@ static void dense_chunk(const dense_op *op, const native_step *step, int64_t chu
     const int64_t units = (panels + unit - 1) / unit, first = chunk_start(units, chunk, num_chunks) * unit;
     int64_t end = chunk_start(units, chunk + 1, num_chunks) * unit;
     end = end < panels ? end : panels;
-    if (op->w->kind == DENSE_I8)
-        dense_int8_chunk(op, step->num_tokens, first, end, scratch);
+    if (op->w->kind >= DENSE_I8)
+        dense_int_chunk(op, step->num_tokens, first, end, scratch);
     else
         dense_float_chunk(op, step->num_tokens, first, end, scratch);
 }

@@ -166,8 +166,8 @@ DIRECT_KIND(BF16)
 /* ---- many tokens: TILE_COLUMNS of a panel stay in the cache ------------------------------------------------------ */
 
 /* Columns of a panel with some tokens, TILE_COLUMNS apart. */
-INLINE void dense_tile(const int kind, const int tokens, const char *panel, const float *x, int64_t length,
-                 tile_results results, fetch_plan fetch) {
+INLINE void dense_tile(const int tokens, const float *panel, const float *x, int64_t length, tile_results results,
+                       fetch_plan fetch) {
     vec sums[TILE_TOKENS][PANEL_VECS];
     for (int t = 0; t < tokens; t++)
         for (int v = 0; v < PANEL_VECS; v++)
@@ -175,7 +175,7 @@ INLINE void dense_tile(const int kind, const int tokens, const char *panel, cons
     for (int64_t column = 0; column < length; column++) {
         vec w[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) {
-            w[v] = load_weights(kind, panel, column * PANEL + v * LANES);
+            w[v] = load(panel + column * PANEL + v * LANES);
             KEEP(w[v]);
         }
         __builtin_prefetch(fetch.from, 0, 2);
@@ -193,39 +193,41 @@ INLINE void dense_tile(const int kind, const int tokens, const char *panel, cons
         }
 }
 
-#define TILE_OF(kind, tokens)                                                                                          \
-    static __attribute__((noinline)) void tile_##kind##_##tokens(const char *panel, const float *x, int64_t length,    \
-                                                                 tile_results results, fetch_plan fetch) {             \
-        dense_tile(DENSE_##kind, tokens, panel, x, length, results, fetch);                                            \
+#define TILE_OF(tokens)                                                                                                \
+    static __attribute__((noinline)) void tile_##tokens(const float *panel, const float *x, int64_t length,            \
+                                                        tile_results results, fetch_plan fetch) {                      \
+        dense_tile(tokens, panel, x, length, results, fetch);                                                          \
     }
-#define TILE_KIND(kind)                                                                                                \
-    TILE_OF(kind, 1)                                                                                                   \
-    TILE_OF(kind, 2)                                                                                                   \
-    TILE_OF(kind, 3)                                                                                                   \
-    TILE_OF(kind, 4)                                                                                                   \
-    TILE_OF(kind, 5)                                                                                                   \
-    TILE_OF(kind, 6)
 
-TILE_KIND(F32)
-TILE_KIND(F16)
-TILE_KIND(BF16)
+TILE_OF(1)
+TILE_OF(2)
+TILE_OF(3)
+TILE_OF(4)
+TILE_OF(5)
+TILE_OF(6)
 #undef TILE_OF
-#undef TILE_KIND
 
-typedef void (*tile_function)(const char *, const float *, int64_t, tile_results, fetch_plan);
+typedef void (*tile_function)(const float *, const float *, int64_t, tile_results, fetch_plan);
 
-#define TILES(kind)                                                                                                    \
-    {tile_##kind##_1, tile_##kind##_2, tile_##kind##_3, tile_##kind##_4, tile_##kind##_5, tile_##kind##_6}
-static const tile_function tiles[][TILE_TOKENS] = {TILES(F32), TILES(F16), TILES(BF16)};
-#undef TILES
+static const tile_function tiles[TILE_TOKENS] = {tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
-/* Memory of a chunk. last_panel: results of a panel some of whose rows are not there. */
+/* Memory of a chunk. panel: columns of one as float32; last_panel: results of one some of whose rows are not there. */
 typedef struct {
+    float panel[TILE_COLUMNS * PANEL];
     float x[TOKEN_BLOCK * TILE_COLUMNS];
     float last_panel[TOKEN_BLOCK * PANEL];
 } dense_memory;
 
 _Static_assert(sizeof(dense_memory) <= SCRATCH_FLOATS * sizeof(float), "what a chunk needs");
+
+/* Weights in float32; short ones are widened once for all tokens. count: a multiple of LANES. */
+INLINE const float *as_floats(int64_t kind, const char *data, int64_t count, float *memory) {
+    if (kind == DENSE_F32)
+        return (const float *)data;
+    for (int64_t i = 0; i < count; i += LANES)
+        store(memory + i, kind == DENSE_F16 ? load_weights(DENSE_F16, data, i) : load_weights(DENSE_BF16, data, i));
+    return memory;
+}
 
 /* Panels first to end, columns begin to begin + length, with the tokens that lie in memory->x. */
 static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t begin, int64_t length,
@@ -236,6 +238,7 @@ static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t 
     for (int64_t panel = first; panel < end; panel++) {
         const char *data = (const char *)w->data + (panel * w->columns + begin) * column_bytes;
         const char *next = panel + 1 < end ? data + w->columns * column_bytes : data;
+        const float *numbers = as_floats(w->kind, data, length * PANEL, memory->panel);
         const int rows = rows_of_panel(w, panel);
         tile_results results = {op->out + token * op->out_stride + panel * PANEL, op->out_stride, begin == 0,
                                 is_last && w->bias ? w->bias + panel * PANEL : 0};
@@ -248,7 +251,7 @@ static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t 
             const fetch_plan fetch = {next + length * group / groups * column_bytes, column_bytes / groups};
             tile_results part = results;
             part.to += start * results.stride;
-            tiles[w->kind][stop - start - 1](data, memory->x + start * TILE_COLUMNS, length, part, fetch);
+            tiles[stop - start - 1](numbers, memory->x + start * TILE_COLUMNS, length, part, fetch);
         }
         if (rows < PANEL && is_last)
             for (int64_t t = 0; t < num_tokens; t++)

@@ -13,6 +13,7 @@ KV_TOKENS = 24_576  # 1.1 GB in float32, about what the peers get
 LLM_ARGUMENTS: dict[str, dict[str, Any]] = {
     "float": {"weight_only_precision": "float16"},
     "float32": {},
+    "int16": {"weight_only_precision": "int16"},
     "int8": {"weight_only_precision": "int8"},
     "int4": {},  # the model is a Q4_1 file, whose weights stay packed
 }
