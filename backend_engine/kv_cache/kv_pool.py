@@ -4,13 +4,12 @@ Built once by the composition root; written and read by the attention backend an
 Knows no request and no table.
 """
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from backend_engine.core.kv_spec import CacheSpec, KvSpec, LatentSpec
+from backend_engine.ops.huge_pages import HugePages
 
 LayerTensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -42,6 +41,7 @@ class KVPool:
         self.tokens_per_block = tokens_per_block
         self._dtype = dtype
         self._device = device
+        self._memory = HugePages() if device.type == "cpu" else None
         self._layers = [self._create(spec) for spec in specs]
 
     @property
@@ -75,17 +75,16 @@ class KVPool:
             return self._vectors((num_blocks, 2, size, spec.num_kv_heads), spec.head_dim)
         if isinstance(spec, LatentSpec):
             return self._vectors((num_blocks, 1, size, 1), spec.dim)
-        return tuple(_zeros((num_blocks, *shape), torch.float32, self._device) for shape in spec.shapes)
+        return tuple(self._zeros((num_blocks, *shape), torch.float32) for shape in spec.shapes)
 
     def _vectors(self, shape: tuple[int, ...], width: int) -> LayerTensors:
-        vectors = _zeros((*shape, width), self._dtype, self._device)
-        return (vectors, _zeros(shape, torch.float32, self._device)) if self._dtype == torch.int8 else vectors
+        vectors = self._zeros((*shape, width), self._dtype)
+        return (vectors, self._zeros(shape, torch.float32)) if self._dtype == torch.int8 else vectors
 
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor. On a CPU the pages come from the system zeroed, each when it is first written (numpy asks for
-    them so, torch would write them all): a large pool costs neither time nor memory until it is used.
-    """
-    if device.type != "cpu" or not math.prod(shape):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """On a CPU the pages come from the system zeroed, each when it is first written: a large pool costs neither
+        time nor memory until it is used.
+        """
+        return (
+            self._memory.empty(shape, dtype) if self._memory else torch.zeros(shape, dtype=dtype, device=self._device)
+        )

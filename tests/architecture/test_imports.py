@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": NOUNS,
     "scheduler": NOUNS,
     "kv_cache": NOUNS,
+    "kv_cache.kv_pool": NOUNS | {"ops.huge_pages"},
     "text": NOUNS,
     "ops": NOUNS,
     "attention": NOUNS | {"ops"},
