@@ -3,6 +3,7 @@
 
     python scripts/check_weight_precision.py
     python scripts/check_weight_precision.py --model FOLDER --precisions int8 --prompts 10
+    python scripts/check_weight_precision.py --precisions int8 --kv-cache-dtype int8
 
 Perplexity of Python's own manual (the texts of scripts/quantize.py). ``alone``: share of the first tokens of answers
 that are equal where each goes on with its own, so that an answer counts as different from its first other token on.
@@ -24,19 +25,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder of Hugging Face's format (default: the model that serve.sh takes)")
     parser.add_argument("--precisions", nargs="+", default=list(MOST_PERCENT), choices=tuple(MOST_PERCENT))
+    parser.add_argument("--kv-cache-dtype", default="auto", help="beside all precisions but float32 (auto: float32)")
     parser.add_argument("--windows", type=int, default=16, help="of 512 tokens, for the perplexity (16)")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (64)")
     options = parser.parse_args()
     model = options.model or common.default_model()
-    before, expected = measured(model, "auto", options)
+    before, expected = measured(model, "auto", "auto", options)
     rows: list[dict[str, Any]] = []
     for precision in options.precisions:
-        after, found = measured(model, precision, options)
+        after, found = measured(model, precision, options.kv_cache_dtype, options)
         equal = sum(equal_until_other(a, b) for a, b in zip(expected, found, strict=True))
         rows.append(
             {
                 "precision": precision,
+                "kv_cache_dtype": options.kv_cache_dtype,
                 "perplexity": after,
                 "rise_percent": 100 * (after / before - 1),
                 "allowed_percent": MOST_PERCENT[precision],
@@ -58,7 +61,7 @@ def main() -> None:
     common.print_json({"float32": before, "rows": rows})
 
 
-def measured(model: str, precision: str, options: argparse.Namespace) -> tuple[float, Tokens]:
+def measured(model: str, precision: str, kv_dtype: str, options: argparse.Namespace) -> tuple[float, Tokens]:
     """The perplexity, and the answers' tokens."""
     from backend_engine import LLM, KvCacheConfig, SamplingParams
     from backend_engine.model_engine.model_backend import Implementations
@@ -66,15 +69,15 @@ def measured(model: str, precision: str, options: argparse.Namespace) -> tuple[f
     from backend_engine.post_training.calibration_data import WindowLimits, evaluation_windows
     from backend_engine.post_training.perplexity import perplexity
 
-    common.progress(f"weights of {precision}")
-    cache = KvCacheConfig(max_tokens=8192)
+    common.progress(f"weights of {precision}, KV cache of {kv_dtype}")
+    cache = KvCacheConfig(max_tokens=8192, dtype=kv_dtype)
     with LLM(model, max_seq_len=256, kv_cache_config=cache, weight_only_precision=precision) as llm:
         ids = [llm.tokenizer.encode(text) for text in prompts(options.prompts)]
         results = llm.generate(ids, SamplingParams(max_tokens=options.tokens, ignore_eos=True))
         answers = [list(result.outputs[0].token_ids) for result in results]
         windows = evaluation_windows(llm.tokenizer, None, options.windows, 512, WindowLimits(None, None))
     loaded = load_model(model, "float32", "cpu", Implementations("auto", "native", precision))
-    return perplexity(loaded, windows, "float32"), answers
+    return perplexity(loaded, windows, "float32" if kv_dtype == "auto" else kv_dtype), answers
 
 
 if __name__ == "__main__":

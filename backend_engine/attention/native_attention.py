@@ -17,10 +17,10 @@ from backend_engine.ops.native_runtime import NativeStep, OpKind, native_runtime
 from backend_engine.ops.torch_ops import TorchOps
 
 _MAX_HEAD_DIM = 512
-# Tokens of a row that one piece of work takes: those of a long prompt, and those of a short one.
-_PIECE_TOKENS, _SHORT_PIECE_TOKENS = 16, 8
-# A step of fewer tokens has short pieces: enough of them for all threads.
-_FEW_TOKENS = 64
+# Tokens of a row that one piece of work takes: the more, the fewer times a text is read.
+_LEAST_PIECE_TOKENS, _MOST_PIECE_TOKENS = 8, 64
+# Pieces of a step, for each head of the cache, unless they would be too short; as many as there are threads, at least.
+_PIECES = 4
 # Kinds of kv_numbers.h.
 _KINDS = {
     torch.float32: 0,
@@ -142,7 +142,8 @@ def pieces_of_work(q_lens: IntArray, kv_lens: IntArray) -> IntArray:
         items[:, 2] = 1
         items[:, 3] = kv_lens[order] - 1
         return items
-    size = _SHORT_PIECE_TOKENS if num_tokens < _FEW_TOKENS else _PIECE_TOKENS
+    size = num_tokens // max(_PIECES, torch.get_num_threads()) // 8 * 8
+    size = min(max(size, _LEAST_PIECE_TOKENS), _MOST_PIECE_TOKENS)
     counts = -(-q_lens // size)
     rows = np.repeat(np.arange(num_rows), counts)
     firsts = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) * size

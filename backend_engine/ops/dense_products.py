@@ -1,8 +1,8 @@
 """Products with plain weights on a CPU, in C (``native/dense.h``): packing, a thin wrapper, and a reference in torch.
 
 Called by the quantization methods. A row of a result has the same bits whatever other tokens and threads there are.
-Integers are multiplied as such: int8 weights have a scale for each row, int16 ones for each row of a block of 64 columns
-(block floating point), and tokens are rounded in the same blocks. Knows no checkpoint formats.
+Integers are multiplied as such: int8 weights have a scale for each row, int16 ones for each row of 64 columns (block
+floating point), and tokens are rounded in the same blocks. Knows no checkpoint formats.
 """
 
 import ctypes

@@ -81,10 +81,8 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
     for (int row = 0; row < s->num_rows; row++)
         all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
 #if HAS_AVX2 && LANES == 8
-    if (all_seen && s->num_rows <= FEW_ROWS && op->pool_dtype == KV_FLOAT32) {
-        attend_few(op, s, tile, first, end, now, next);
+    if (all_seen && s->num_rows <= FEW_ROWS && attend_few(op, s, tile, first, end, now, next))
         return;
-    }
 #endif
 #define READ(kind)                                                                                                     \
     read_keys(kind, op, now, next, first, end, s->keys);                                                               \

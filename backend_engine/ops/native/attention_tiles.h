@@ -9,7 +9,7 @@
 #define KEYS_STRIDE (KEY_TILE + 16) /* rows a power of two apart would compete for the same cache lines */
 #define PAD 16                      /* and so would values */
 #define BLOCK_ROWS_ATTENDED 6       /* queries that are multiplied together */
-#define MAX_ROWS_ATTENDED 64        /* queries that go along a text together */
+#define MAX_ROWS_ATTENDED 192       /* queries that go along a text together */
 #define MAX_QUERY_FLOATS 24576
 
 /* q: [num_heads, head_dim] for each token, q_stride floats apart; out the same, out_stride apart. sinks: [num_heads] or
@@ -316,58 +316,90 @@ static void weigh(const attend_op *op, attended *s, int row, int64_t tile, int64
     s->sum[row] += sum_of(sum);
 }
 
-/* ---- few queries that see all of a tile of float32: keys and values are taken as they come, nothing is kept ----- */
+/* ---- few queries that see all of a tile: keys and values are taken as they come, nothing is kept ------------------ */
 
 #if HAS_AVX2 && LANES == 8
 #define FEW_ROWS 4
 
+/* What `fetch` reads, in small portions: so many lines at once would keep the processor from going on. */
+typedef struct {
+    const tile_ahead *ahead;
+    int64_t plane_offset, key, byte;
+    int lines; /* of a portion */
+} fetch_cursor;
+
+INLINE fetch_cursor fetch_in(const tile_ahead *ahead, int64_t plane_offset, int64_t portions) {
+    const int64_t lines = (ahead->end - ahead->first) * ((ahead->bytes + 63) / 64);
+    return (fetch_cursor){ahead, plane_offset, ahead->first, 0, (int)((lines + portions - 1) / portions)};
+}
+
+INLINE void fetch_portion(fetch_cursor *at) {
+    const tile_ahead *ahead = at->ahead;
+    for (int line = 0; line < at->lines && at->key < ahead->end; line++) {
+        const int64_t vector = ahead->places->at[at->key] + at->plane_offset;
+        __builtin_prefetch(ahead->pool + vector * ahead->vector_bytes + at->byte, 0, 2);
+        at->byte += 64;
+        if (at->byte >= ahead->bytes) {
+            at->byte = 0;
+            at->key++;
+        }
+    }
+}
+
 /* Scores as `product` makes them. Several groups of eight keys take turns, so that the sums do not wait. */
-INLINE void score_few(const int rows, const attend_op *op, attended *s, const tile_places *now,
+INLINE void score_few(const int kind, const int rows, const attend_op *op, attended *s, const tile_places *now,
                       const tile_ahead *next, int64_t end) {
     enum { MOST_GROUPS = 4 };
     const int groups = rows == 1 ? MOST_GROUPS : 2;
-    const int64_t dim = op->head_dim;
+    const int64_t dim = op->head_dim, bytes = dim * kv_number_bytes(kind);
+    fetch_cursor cursor = fetch_in(next, 0, (end + 8 * groups - 1) / (8 * groups) * (dim / 8));
     for (int64_t i = 0; i < end; i += 8 * groups) {
-        const float *from[8 * MOST_GROUPS];
+        const char *from[8 * MOST_GROUPS];
+        float factors[8 * MOST_GROUPS];
         __m256 total[FEW_ROWS][MOST_GROUPS];
-        for (int j = 0; j < 8 * groups; j++)
-            from[j] = (const float *)op->pool + now->at[i + j] * dim;
-        fetch(next, 0, i, i + 8 * groups);
+        for (int j = 0; j < 8 * groups; j++) {
+            from[j] = (const char *)op->pool + now->at[i + j] * bytes;
+            factors[j] = factor_at(kind, op->pool_scales, now->at[i + j], op->k_scale);
+        }
         for (int r = 0; r < rows; r++)
             for (int g = 0; g < groups; g++)
                 total[r][g] = _mm256_setzero_ps();
-        for (int64_t d = 0; d < dim; d += 8)
+        for (int64_t d = 0; d < dim; d += 8) {
+            fetch_portion(&cursor);
             for (int g = 0; g < groups; g++) {
                 __m256 keys[8];
                 for (int j = 0; j < 8; j++)
-                    keys[j] = _mm256_loadu_ps(from[8 * g + j] + d);
+                    keys[j] = eight_kv_numbers(kind, from[8 * g + j], d, factors[8 * g + j]);
                 transpose_eight(keys);
                 for (int j = 0; j < 8; j++)
                     for (int r = 0; r < rows; r++)
                         total[r][g] = _mm256_fmadd_ps(_mm256_broadcast_ss(s->q + r * dim + d + j), keys[j], total[r][g]);
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int g = 0; g < groups; g++)
                 _mm256_storeu_ps(s->weights + r * KEY_TILE + i + 8 * g, total[r][g]);
     }
 }
 
-INLINE void add_few_columns(const int rows, const int vecs, const attend_op *op, attended *s,
-                            const tile_places *now, const tile_ahead *next, int64_t first, int64_t end,
+INLINE void add_few_columns(const int kind, const int rows, const int vecs, const attend_op *op, attended *s,
+                            const tile_places *now, fetch_cursor *cursor, int64_t first, int64_t end,
                             int64_t column) {
+    const int64_t bytes = op->head_dim * kv_number_bytes(kind);
     __m256 total[FEW_ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vecs; v++)
             total[r][v] = _mm256_loadu_ps(s->out + r * s->out_stride + column + 8 * v);
     for (int64_t i = first; i < end; i++) {
-        const float *values = (const float *)op->pool + (now->at[i] + now->to_values) * op->head_dim + column;
-        if (column == 0)
-            fetch(next, now->to_values, i, i + 1);
+        const int64_t place = now->at[i] + now->to_values;
+        const char *values = (const char *)op->pool + place * bytes;
+        const float factor = factor_at(kind, op->pool_scales, place, op->v_scale);
+        fetch_portion(cursor);
         __m256 weights[FEW_ROWS];
         for (int r = 0; r < rows; r++)
             weights[r] = _mm256_broadcast_ss(s->weights + r * KEY_TILE + i);
         for (int v = 0; v < vecs; v++) {
-            const __m256 value = _mm256_loadu_ps(values + 8 * v);
+            const __m256 value = eight_kv_numbers(kind, values, column + 8 * v, factor);
             for (int r = 0; r < rows; r++)
                 total[r][v] = _mm256_fmadd_ps(weights[r], value, total[r][v]);
         }
@@ -377,32 +409,52 @@ INLINE void add_few_columns(const int rows, const int vecs, const attend_op *op,
             _mm256_storeu_ps(s->out + r * s->out_stride + column + 8 * v, total[r][v]);
 }
 
-INLINE void add_few(const int rows, const attend_op *op, attended *s, const tile_places *now,
+INLINE void add_few(const int kind, const int rows, const attend_op *op, attended *s, const tile_places *now,
                     const tile_ahead *next, int64_t first, int64_t end) {
     int64_t column = 0;
+    fetch_cursor cursor = fetch_in(next, now->to_values, (end - first) * (op->head_dim / 32 + 1));
     for (; rows < 4 && column + 32 <= op->head_dim; column += 32)
-        add_few_columns(rows, 4, op, s, now, next, first, end, column);
+        add_few_columns(kind, rows, 4, op, s, now, &cursor, first, end, column);
     for (; column + 16 <= op->head_dim; column += 16)
-        add_few_columns(rows, 2, op, s, now, next, first, end, column);
+        add_few_columns(kind, rows, 2, op, s, now, &cursor, first, end, column);
     for (; column < op->head_dim; column += 8)
-        add_few_columns(rows, 1, op, s, now, next, first, end, column);
+        add_few_columns(kind, rows, 1, op, s, now, &cursor, first, end, column);
 }
 
-INLINE void attend_few_of(const int rows, const attend_op *op, attended *s, int64_t tile, int64_t first,
+INLINE void attend_few_of(const int kind, const int rows, const attend_op *op, attended *s, int64_t tile, int64_t first,
                           int64_t end, const tile_places *now, const tile_ahead *next) {
-    score_few(rows, op, s, now, next, end);
+    score_few(kind, rows, op, s, now, next, end);
     for (int r = 0; r < rows; r++)
         weigh(op, s, r, tile, (end + LANES - 1) / LANES);
-    add_few(rows, op, s, now, next, first, end);
+    add_few(kind, rows, op, s, now, next, first, end);
 }
 
-static __attribute__((noinline)) void attend_few(const attend_op *op, attended *s, int64_t tile, int64_t first,
-                                                 int64_t end, const tile_places *now, const tile_ahead *next) {
-    switch (s->num_rows) {
-    case 1: attend_few_of(1, op, s, tile, first, end, now, next); break;
-    case 2: attend_few_of(2, op, s, tile, first, end, now, next); break;
-    case 3: attend_few_of(3, op, s, tile, first, end, now, next); break;
-    default: attend_few_of(4, op, s, tile, first, end, now, next);
+#define ATTEND_FEW(kind)                                                                                               \
+    static __attribute__((noinline)) void attend_few_##kind(const attend_op *op, attended *s, int64_t tile,            \
+                                                            int64_t first, int64_t end, const tile_places *now,        \
+                                                            const tile_ahead *next) {                                  \
+        switch (s->num_rows) {                                                                                         \
+        case 1: attend_few_of(kind, 1, op, s, tile, first, end, now, next); break;                                     \
+        case 2: attend_few_of(kind, 2, op, s, tile, first, end, now, next); break;                                     \
+        case 3: attend_few_of(kind, 3, op, s, tile, first, end, now, next); break;                                     \
+        default: attend_few_of(kind, 4, op, s, tile, first, end, now, next);                                           \
+        }                                                                                                              \
+    }
+ATTEND_FEW(KV_FLOAT32)
+ATTEND_FEW(KV_BFLOAT16)
+ATTEND_FEW(KV_FLOAT16)
+ATTEND_FEW(KV_INT8)
+#undef ATTEND_FEW
+
+/* Whether it was done: numbers that are slow to read are read once for all queries. */
+INLINE int attend_few(const attend_op *op, attended *s, int64_t tile, int64_t first, int64_t end,
+                      const tile_places *now, const tile_ahead *next) {
+    switch (op->pool_dtype) {
+    case KV_FLOAT32: attend_few_KV_FLOAT32(op, s, tile, first, end, now, next); return 1;
+    case KV_BFLOAT16: attend_few_KV_BFLOAT16(op, s, tile, first, end, now, next); return 1;
+    case KV_FLOAT16: attend_few_KV_FLOAT16(op, s, tile, first, end, now, next); return 1;
+    case KV_INT8: attend_few_KV_INT8(op, s, tile, first, end, now, next); return 1;
+    default: return 0;
     }
 }
 #endif

@@ -83,12 +83,13 @@ typedef struct {
 
 /* ---- chunks ------------------------------------------------------------------------------------------------------ */
 
-/* Panels that a chunk is made of: as many as are read side by side; of many tokens so many that it pays to copy x. */
-INLINE int64_t chunk_unit(int64_t panels, int64_t num_tokens, int num_threads) {
+/* Panels that a chunk is made of: as many as are read side by side; of many tokens equal parts of a thread's share, of
+ * floats so many that it pays to copy x.
+ */
+INLINE int64_t chunk_unit(const dense_weight *w, int64_t num_tokens, int num_threads) {
     if (num_tokens <= FEW_TOKENS)
         return num_tokens == 1 ? MAX_SIDE_BY_SIDE : 2;
-    const int64_t share = (panels + num_threads - 1) / num_threads;
-    return share < 8 ? share : 8;
+    return equal_parts((num_panels(w) + num_threads - 1) / num_threads, w->kind >= DENSE_I8 ? 5 : 8);
 }
 
 static int64_t dense_chunks(const dense_op *op, const native_step *step, int num_threads) {
@@ -100,8 +101,8 @@ static int64_t dense_chunks(const dense_op *op, const native_step *step, int num
     const int64_t cost = numbers * number_bytes(w->kind) + numbers * 2 * tokens / flops_per_byte;
     if (cost < DENSE_SMALL)
         return 1;
-    int64_t chunks = (tokens <= FEW_TOKENS ? 8 : 4) * (int64_t)num_threads;
-    const int64_t unit = chunk_unit(panels, tokens, num_threads), units = (panels + unit - 1) / unit;
+    int64_t chunks = (tokens <= FEW_TOKENS ? 8 : 6) * (int64_t)num_threads;
+    const int64_t unit = chunk_unit(w, tokens, num_threads), units = (panels + unit - 1) / unit;
     chunks = chunks < units ? chunks : units;
     return chunks < cost / DENSE_CHUNK_BYTES ? chunks : cost / DENSE_CHUNK_BYTES;
 }

@@ -118,8 +118,16 @@ INLINE float write_kv_numbers(const int kind, void *to, const float *from, int64
     if (kind == KV_BFLOAT16)
         for (int64_t i = 0; i < length; i++)
             ((uint16_t *)to)[i] = to_bfloat16(from[i]);
+    int64_t done = 0;
+#if HAS_AVX2
+    const __m256 most = _mm256_set1_ps(65504.0f), least = _mm256_set1_ps(-65504.0f);
+    for (; kind == KV_FLOAT16 && done + 8 <= length; done += 8) {
+        const __m256 bounded = _mm256_max_ps(least, _mm256_min_ps(most, _mm256_loadu_ps(from + done))); /* NaN stays */
+        _mm_storeu_si128((__m128i *)((uint16_t *)to + done), _mm256_cvtps_ph(bounded, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
     if (kind == KV_FLOAT16)
-        for (int64_t i = 0; i < length; i++)
+        for (int64_t i = done; i < length; i++)
             ((uint16_t *)to)[i] = (uint16_t)to_small_float(from[i], 10, 15, 65504.0f, 0x7e00);
     if (kind == KV_E4M3)
         for (int64_t i = 0; i < length; i++)

@@ -107,8 +107,14 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 /* Where mask is all ones a, where it is zero b. */
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
+/* Of a NaN and a number, b. */
+#if LANES == 8 && HAS_AVX2
+INLINE vec vec_max(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec vec_min(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE vec vec_max(vec a, vec b) { return choose(a > b, a, b); }
 INLINE vec vec_min(vec a, vec b) { return choose(a < b, a, b); }
+#endif
 
 /* The sum of all lanes, halves first. */
 INLINE float sum_of(vec v) {

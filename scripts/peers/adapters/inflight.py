@@ -14,10 +14,11 @@ LLM_ARGUMENTS: dict[str, dict[str, Any]] = {
     "float": {"weight_only_precision": "float16"},
     "float32": {},
     "int16": {"weight_only_precision": "int16"},
-    "int8": {"weight_only_precision": "int8"},
+    "int8": {"weight_only_precision": "int8", "kv_cache_dtype": "int8"},
     "int4": {},  # the model is a Q4_1 file, whose weights stay packed
 }
-"""What ``LLM`` is told for each precision, besides the dtype that it computes in (float32)."""
+"""What ``LLM`` is told for each precision, besides the dtype that it computes in (float32). The KV cache is float32, of
+int8 int8, as openvino-genai's is then."""
 
 
 class Inflight:
@@ -30,15 +31,16 @@ class Inflight:
         from backend_engine.config.engine_args import EngineArgs
         from backend_engine.config.engine_config import KvCacheConfig
 
+        kv_dtype = LLM_ARGUMENTS[precision].get("kv_cache_dtype", "auto")
         known = {f.name for f in dataclasses.fields(EngineArgs)}
         extra = {name: value for name, value in LLM_ARGUMENTS[precision].items() if name in known}
-        missing = sorted(set(LLM_ARGUMENTS[precision]) - set(extra))
+        missing = sorted(set(LLM_ARGUMENTS[precision]) - set(extra) - {"kv_cache_dtype"})
         if max_num_tokens is not None:
             extra["max_num_tokens"] = max_num_tokens
         self._params, self._submission = SamplingParams, Submission
         self._llm = LLM(
             model, dtype="float32", num_threads=threads, skip_tokenizer_init=True, max_batch_size=16,
-            kv_cache_config=KvCacheConfig(max_tokens=KV_TOKENS), **extra,
+            kv_cache_config=KvCacheConfig(max_tokens=KV_TOKENS, dtype=kv_dtype), **extra,
         )  # fmt: skip
         without = f", without {', '.join(missing)}" if missing else ""
         return f"{commit() or ROOT.name}{without}"
