@@ -272,6 +272,56 @@ typedef void (*range_function)(const int_range *, fetch_plan);
 static const range_function int8_ranges[] = RANGES(I8), int16_ranges[] = RANGES(I16);
 #undef RANGES
 
+/* One token with `panels` whole panels, side by side, for memory is read faster in several places at once. totals:
+ * [panels][PANEL].
+ */
+INLINE void multiply_panels(const int kind, const int panels, const dense_weight *w, int64_t panel, const float *codes,
+                            float *totals) {
+#define OF_EACH_PANEL(DO) DO(0) DO(1) DO(2) DO(3)
+#define START(p)                                                                                                       \
+    int_sums low##p = {0}, high##p = {0};                                                                              \
+    const char *data##p = (const char *)w->data + (panel + p) * panel_bytes;
+#define MULTIPLY(p)                                                                                                    \
+    if (panels > p) {                                                                                                  \
+        __builtin_prefetch(data##p + pair * pair_bytes + AHEAD);                                                       \
+        add_products(&low##p, &high##p, load_pairs(kind, data##p, pair * PAIR_CODES),                                  \
+                     load_pairs(kind, data##p, pair * PAIR_CODES + PANEL), (const int16_t *)(codes + pair));           \
+    }
+#define FINISH(p)                                                                                                      \
+    if (panels > p) {                                                                                                  \
+        const float *row_scales = kind == DENSE_I16 ? w->scales + ((panel + p) * blocks + i) * PANEL : 0;              \
+        add_scaled(totals + p * PANEL, low##p, scale, row_scales);                                                     \
+        add_scaled(totals + p * PANEL + 8, high##p, scale, row_scales ? row_scales + 8 : 0);                           \
+    }
+    const int64_t pairs = column_pairs(w->columns), block = code_block(kind, w->columns) / 2;
+    const int64_t blocks = num_blocks(kind, w->columns), pair_bytes = PAIR_CODES * number_bytes(kind);
+    const int64_t panel_bytes = pairs * pair_bytes;
+    for (int64_t begin = 0, i = 0; begin < pairs; begin += block, i++) {
+        const int64_t end = pairs - begin < block ? pairs : begin + block;
+        const float scale = codes[pairs + i];
+        OF_EACH_PANEL(START)
+        for (int64_t pair = begin; pair < end; pair++) {
+            OF_EACH_PANEL(MULTIPLY)
+        }
+        OF_EACH_PANEL(FINISH)
+    }
+#undef OF_EACH_PANEL
+#undef START
+#undef MULTIPLY
+#undef FINISH
+}
+
+#define PANELS_OF(kind, panels)                                                                                        \
+    static __attribute__((noinline)) void panels_##kind##_##panels(const dense_weight *w, int64_t panel,               \
+                                                                   const float *codes, float *totals) {                \
+        multiply_panels(DENSE_##kind, panels, w, panel, codes, totals);                                                \
+    }
+PANELS_OF(I8, 1)
+PANELS_OF(I8, 4)
+PANELS_OF(I16, 1)
+PANELS_OF(I16, 4)
+#undef PANELS_OF
+
 /* ---- panels with all tokens -------------------------------------------------------------------------------------- */
 
 /* Memory of a chunk. */
@@ -280,9 +330,8 @@ typedef struct {
     float totals[TOKEN_BLOCK * PANEL];
 } int_memory;
 
-#define INT_MEMORY_FLOATS (sizeof(int_memory) / sizeof(float))
-
-_Static_assert(INT_MEMORY_FLOATS + (1 << 16) + (1 << 11) <= SCRATCH_FLOATS, "with a token of the most columns");
+_Static_assert(sizeof(int_memory) <= SCRATCH_FLOATS * sizeof(float), "what a chunk needs");
+_Static_assert((1 << 16) + (1 << 11) <= SCRATCH_FLOATS, "a token of the most columns");
 
 /* Tokens first to first + count, rounded. */
 typedef struct {
@@ -354,14 +403,30 @@ static void int_panels(const dense_op *op, token_range tokens, int64_t first, in
     }
 }
 
-static void dense_int_chunk(const dense_op *op, int64_t num_tokens, int64_t first, int64_t end, float *scratch) {
-    int_memory *memory = (int_memory *)scratch;
-    token_range tokens = {op->rounded, op->rounded_stride, 0, 1};
-    if (num_tokens == 1) {
-        float *rounded = scratch + INT_MEMORY_FLOATS;
-        round_token(op->w->kind, op->x, op->w->columns, rounded, 1);
-        tokens.rows = rounded;
+static void one_int_token(const dense_op *op, int64_t panel, int64_t end, float *scratch) {
+    const dense_weight *w = op->w;
+    const token_range token = {.count = 1};
+    float totals[MAX_SIDE_BY_SIDE * PANEL];
+    round_token(w->kind, op->x, w->columns, scratch, 1);
+    while (panel < end) {
+        const int panels = end - panel < MAX_SIDE_BY_SIDE ? 1 : MAX_SIDE_BY_SIDE;
+        memset(totals, 0, sizeof totals);
+        if (w->kind == DENSE_I8)
+            (panels == 1 ? panels_I8_1 : panels_I8_4)(w, panel, scratch, totals);
+        else
+            (panels == 1 ? panels_I16_1 : panels_I16_4)(w, panel, scratch, totals);
+        for (int p = 0; p < panels; p++, panel++)
+            finish_panel(op, panel, token, totals + p * PANEL);
     }
+}
+
+static void dense_int_chunk(const dense_op *op, int64_t num_tokens, int64_t first, int64_t end, float *scratch) {
+    if (num_tokens == 1) {
+        one_int_token(op, first, end, scratch);
+        return;
+    }
+    int_memory *memory = (int_memory *)scratch;
+    token_range tokens = {op->rounded, op->rounded_stride, 0, 0};
     int64_t groups = INT_TOKEN_BYTES / (2 * INT_TILE * op->w->columns);
     groups = groups < 1 ? 1 : groups < TOKEN_BLOCK / INT_TILE ? groups : TOKEN_BLOCK / INT_TILE;
     const int64_t most = equal_parts(token_groups(num_tokens), groups) * INT_TILE;
