@@ -20,7 +20,7 @@ _MAX_HEAD_DIM = 512
 # Tokens of a row that one piece of work takes: the more, the fewer times a text is read.
 _LEAST_PIECE_TOKENS, _MOST_PIECE_TOKENS = 8, 64
 # Pieces of a step, for each head of the cache, unless they would be too short; as many as there are threads, at least.
-_PIECES = 4
+_PIECES = 2
 # Kinds of kv_numbers.h.
 _KINDS = {
     torch.float32: 0,
