@@ -116,11 +116,11 @@ def serving(rounds: int) -> dict[str, Any]:
 
 def finish(options: argparse.Namespace, outcome: Outcome, rows: list[targets.Row], unavailable: dict[str, str]) -> None:
     """Write, print, and the rows as the last line."""
-    settings = {
-        "workloads": options.workloads, "peers": options.peers, "precisions": options.precisions,
-        "rounds": options.rounds, "threads": options.threads,
-        "command": " ".join(["scripts/bench_peers.py", *sys.argv[1:]]),
-    }  # fmt: skip
+    lists = {"peers": options.peers, "workloads": options.workloads, "precisions": options.precisions}
+    numbers = {"rounds": options.rounds, "threads": options.threads}
+    given = [f"--{name} {','.join(values)}" for name, values in lists.items()]
+    given += [f"--{name} {number}" for name, number in numbers.items()]
+    settings = {**lists, **numbers, "command": " ".join(["scripts/bench_peers.py", *given])}
     found = report.as_json(outcome, rows, unavailable, settings)
     report.write(options.output, found)
     report.print_tables(found)

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Where the time of a decoding step goes: the stages of the step, and the operations of its layers.
+"""Where the time of a step goes: the stages of the step, and the operations of its layers.
 
     python scripts/profile_step.py
     python scripts/profile_step.py --batch 16 --prompt 512 --weight-only-precision int8
+    python scripts/profile_step.py --prompt 512 --steps 1 --weight-only-precision int16
 
 Runs ``--batch`` requests of ``--prompt`` tokens for ``--steps`` tokens. Stages: means over the steps with no prompt in
-them. Operations: the layers of the last step are run again, operation by operation (recorded layers, on a CPU). The
-roofline is what reading every weight once takes at the memory's speed. Prints tables and, last, one JSON line.
+them; with ``--steps 1`` there are none, and it is the prompts' steps that are told of. Operations: the layers of the
+last step are run again, operation by operation (recorded layers, on a CPU). Prints tables and, last, one JSON line; in
+it, too, how fast memory was read before.
 """
 
 import argparse
+import random
 import statistics
 import threading
 from collections import defaultdict
@@ -47,7 +50,7 @@ def main() -> None:
         )
     )
     run(engine.executor, options)
-    steps = [s for s in engine.executor.recent_iterations() if s.num_context == 0 and s.num_generation == options.batch]
+    steps = [s for s in engine.executor.recent_iterations() if is_told_of(s, options)]
     stages = {stage: statistics.fmean(getattr(step, stage) for step in steps) for stage in STAGES}
     common.print_table(["stage", "ms a step"], [[name.removesuffix("_ms"), f"{ms:.2f}"] for name, ms in stages.items()])
     operations = by_kind(engine.executor)
@@ -65,6 +68,13 @@ def main() -> None:
     )  # fmt: skip
 
 
+def is_told_of(step: Any, options: argparse.Namespace) -> bool:
+    """Whether the stages of a step count."""
+    if options.steps == 1:
+        return bool(step.num_context)
+    return bool(step.num_context == 0 and step.num_generation == options.batch)
+
+
 def run(executor: Any, options: argparse.Namespace) -> None:
     """All requests from beginning to end."""
     from backend_engine.config.sampling_params import SamplingParams
@@ -76,17 +86,13 @@ def run(executor: Any, options: argparse.Namespace) -> None:
         if output.finished:
             left.release()
 
-    jobs = [common.single_stream(1000, options.prompt)[0] for _ in range(options.batch)]
+    vocab_size = executor._model_engine.vocab_size
+    rng = random.Random(1)
+    prompts = [rng.choices(range(vocab_size), k=options.prompt) for _ in range(options.batch)]
     executor.start()
-    executor.enqueue(
-        [
-            LlmRequest(
-                i + 1, [100 + i, *job.prompt_token_ids[1:]], SamplingParams(), StopConditions(options.steps), sink
-            )
-            for i, job in enumerate(jobs)
-        ]
-    )
-    for _ in jobs:
+    stop = StopConditions(options.steps)
+    executor.enqueue([LlmRequest(i + 1, ids, SamplingParams(), stop, sink) for i, ids in enumerate(prompts)])
+    for _ in prompts:
         left.acquire()
 
 
