@@ -1,5 +1,5 @@
 /* Products of integer weights: int8 with a scale for each row, and int16 with one for each row of a block of columns
- * (block floating point: as exact as float16, and multiplied twice as fast as floats). Each token's numbers are rounded
+ * (block floating point: about as exact as float16, and multiplied faster than floats). Each token's numbers are rounded
  * to integers, too, with a scale for each of its blocks; the sum over a block is an exact integer, and the blocks' sums
  * are scaled and added in float32, one after another. So a token's result depends on nothing but the token, however it
  * is computed. Part of dense.h.
@@ -16,10 +16,10 @@
 #define INT16_TOKEN_CODE 8191.0f
 #define SMALLEST_PEAK 1e-30f /* numbers that are all smaller count as zeros */
 
-#define RANGE_COLUMNS 512          /* of a panel, that stay in the first level of the cache */
+#define RANGE_COLUMNS 512           /* of a panel, that stay in the first level of the cache */
 #define INT_TOKEN_BYTES (256 << 10) /* codes that stay in the second level */
-#define INT_TILE 6                 /* tokens whose sums stay in registers */
-#define PAIR_CODES (2 * PANEL)     /* of two columns of a panel */
+#define INT_TILE 6                  /* tokens whose sums stay in registers */
+#define PAIR_CODES (2 * PANEL)      /* of two columns of a panel */
 
 /* out: tokens in groups of INT_TILE (the last one may be smaller), INT_TILE times out_stride floats apart. A group's
  * int16 codes are [pairs of columns][tokens][2], the way they are read; behind them its scales, floats [blocks][tokens].
@@ -158,7 +158,7 @@ INLINE void add_products(int_sums *low, int_sums *high, weight_pairs w_low, weig
             "vpaddd %[product], %[low], %[low]\n\t"
             "vpmaddwd %[token], %[w_high], %[token]\n\t"
             "vpaddd %[token], %[high], %[high]"
-            : [low] "+x"(*low), [high] "+x"(*high), [token] "=&x"(token), [product] "=&x"(product)
+            : [low] "+&x"(*low), [high] "+&x"(*high), [token] "=&x"(token), [product] "=&x"(product)
             : [w_low] "x"(w_low), [w_high] "x"(w_high), [x] "m"(*(const pair_of_codes *)x));
 }
 #else
