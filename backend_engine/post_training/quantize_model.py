@@ -14,6 +14,7 @@ from backend_engine.builder.new_folder import new_folder
 from backend_engine.checkpoint.checkpoint import Checkpoint
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.errors import ConfigError
+from backend_engine.layers.attention_layer import AttentionLayer
 from backend_engine.layers.linear import Linear
 from backend_engine.layers.mlp import GatedMlp
 from backend_engine.models.causal_lm import CausalLM
@@ -80,7 +81,7 @@ def quantize_checkpoint(
             rounding.weights,
             {name: t.to(source.dtype) for name, t in stored_parameters(loaded.model, rounding.changed).items()},
             recipe.inputs,
-            _behind_gates(loaded.model) if recipe.keeps_gated_inputs else frozenset(),
+            _inputs_kept(loaded.model, recipe),
             KV_SCHEMES[kv_cache_dtype],
             kv_scales if kv_cache_dtype == "fp8" else {},
         )
@@ -88,10 +89,15 @@ def quantize_checkpoint(
     return QuantizationReport(len(rounding.weights), left_plain, tuple(rounding.notes), notes)
 
 
-def _behind_gates(model: CausalLM) -> frozenset[str]:
-    """The products that read what a gate lets through, by the names of their weights."""
-    gated = (path for path, module in model.named_modules() if isinstance(module, GatedMlp))
-    return frozenset(f"{path}.down_proj.weight" for path in gated)
+def _inputs_kept(model: CausalLM, recipe: Recipe) -> frozenset[str]:
+    """The products whose inputs are not rounded, by the names of their weights."""
+    kept = []
+    for path, module in model.named_modules():
+        if recipe.keeps_gated_inputs and isinstance(module, GatedMlp):
+            kept.append(f"{path}.down_proj.weight")
+        if recipe.keeps_attention_inputs and isinstance(module, AttentionLayer):
+            kept.append(f"{path}.qkv_proj.weight")
+    return frozenset(kept)
 
 
 def products(source: SourceWeights, recipe: Recipe) -> tuple[list[str], dict[str, str]]:

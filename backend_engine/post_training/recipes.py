@@ -30,7 +30,7 @@ class Recipe:
     compressed-tensors, ``None`` = not at all. smoothing: ``smoothquant``, ``awq`` or ``none``. compensates: whether
     weights are rounded as GPTQ does it, instead of each number for itself. keeps_gated_inputs: whether inputs that are
     the product of a gate and what it lets through are not rounded: such products have outliers of their own in each
-    token.
+    token. keeps_attention_inputs: the same of what queries, keys and values are made of: scores are exponents.
     """
 
     about: str
@@ -39,6 +39,7 @@ class Recipe:
     smoothing: str = "none"
     compensates: bool = False
     keeps_gated_inputs: bool = False
+    keeps_attention_inputs: bool = False
 
     @property
     def is_calibrated(self) -> bool:
@@ -89,6 +90,7 @@ _RECIPES: dict[str, Callable[[int, torch.dtype], Recipe]] = {
         _FP8_INPUTS,
         compensates=True,
         keeps_gated_inputs=True,
+        keeps_attention_inputs=True,
     ),
     "nvfp4": lambda _, __: Recipe("NVFP4 weights, rounded as GPTQ does", Nvfp4Grid(), compensates=True),
 }

@@ -70,6 +70,21 @@ def test_transformers_answers_as_the_engine_does(qformat: str, tmp_path: Path) -
     assert error < limits[dtype]
 
 
+@pytest.mark.parametrize(
+    ("qformat", "kept"), [("fp8", ("down_proj", "q_proj", "k_proj", "v_proj")), ("int8_sq", ("down_proj",))]
+)
+def test_inputs_that_are_not_rounded(qformat: str, kept: tuple[str, ...], tmp_path: Path) -> None:
+    build_tiny_model("llama", tmp_path / "source")
+    quantized(tmp_path / "source", tmp_path / "output", qformat)
+    config = json.loads((tmp_path / "output" / "config.json").read_text())
+    rounded, plain = config["quantization_config"]["config_groups"].values()
+    assert rounded["targets"] == ["Linear"] and rounded["input_activations"]["num_bits"] == 8
+    assert plain["input_activations"] is None and plain["weights"] == rounded["weights"]
+    num_layers = config["num_hidden_layers"]
+    assert {target.split(".")[-1] for target in plain["targets"]} == set(kept)
+    assert len(plain["targets"]) == num_layers * len(kept)
+
+
 def plainer(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, smoothing="none", compensates=False)
 
