@@ -19,7 +19,8 @@ class EngineArgs:
     model: a checkpoint in any format, or an engine folder. tokenizer: folder, ``None`` = the model's own.
     dtype: ``auto`` (float32 on a CPU, the checkpoint's on a GPU), ``float32``, ``bfloat16``, ``float16``.
     device: ``auto``, ``cpu``, ``cuda``.
-    max_batch_size, max_num_tokens: override the scheduler's. max_seq_len: ``None`` = the model's positions.
+    max_batch_size, max_num_tokens, context_cost_tokens: override the scheduler's. max_seq_len: ``None`` = the model's
+    positions.
     max_input_len: longest prompt, ``None`` = all but one token of max_seq_len.
     model_backend: ``native`` (our layers), ``transformers`` (its modules over our cache), ``auto`` (native where we
     have the architecture). trust_remote_code: whether code in the folder may run.
@@ -28,7 +29,8 @@ class EngineArgs:
     operators: what layers compute with: ``native`` (C, compiled on this machine), ``torch``, a plugin's by its name,
     ``auto`` (native on a CPU). weight_only_precision: the form in which plain weights stay in a CPU's memory: ``auto``
     (that of dtype), ``float16``, ``bfloat16``, ``int16`` (a scale for 64 numbers of a row), ``int8`` (one for each
-    row). Floats are computed with in float32, integers in integers. batch_invariant: whether logits must have the same
+    row), ``w8a8`` (as int8, and tokens have 7 bits). Floats are computed with in float32, integers in integers.
+    batch_invariant: whether logits must have the same
     bits whatever is computed beside them; ``None`` = where it can be had, true refuses to start where it cannot.
     record_layers: whether the layers' operations are recorded at start and run as one call, on a CPU with native
     operators.
@@ -45,6 +47,7 @@ class EngineArgs:
     device: str = "auto"
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
+    context_cost_tokens: int | None = None
     max_seq_len: int | None = None
     max_input_len: int | None = None
     kv_cache_config: KvCacheConfig | None = None

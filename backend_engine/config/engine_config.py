@@ -34,6 +34,9 @@ class SchedulerConfig:
     ``static_batch``. waiting_queue_policy: ``priority`` (equal ones first come, first served), ``fcfs`` or
     ``shortest_first``. enable_chunked_context: split prompts over steps, in chunks that are multiples of
     ``chunk_unit_size`` but for the last. context_chunking_policy: ``first_come_first_served`` or ``equal_progress``.
+    context_cost_tokens: tokens before a token of a prompt with which it takes twice as long as with none; beside
+    requests that generate, chunks late in a prompt get smaller by it (``MicroBatchScheduler``). 0 = position costs
+    nothing, ``None`` = chosen from the model (and nothing where there is none).
     """
 
     max_batch_size: int = 32
@@ -44,6 +47,7 @@ class SchedulerConfig:
     enable_chunked_context: bool = True
     chunk_unit_size: int = 1
     context_chunking_policy: str = "first_come_first_served"
+    context_cost_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,15 @@ from backend_engine.errors import ConfigError
 from backend_engine.plugins.catalog import CAPACITY_POLICIES, CONTEXT_CHUNKING_POLICIES, OPERATORS, WAITING_QUEUES
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHT_ONLY_PRECISIONS = ("float16", "bfloat16", "int16", "int8")
+WEIGHT_ONLY_PRECISIONS = ("float16", "bfloat16", "int16", "int8", "w8a8")
 DEVICES = ("cpu", "cuda")
 KV_LAYOUTS = ("paged", "contiguous")
 GPU_MAX_NUM_TOKENS = 8192
 UNBOUNDED_MAX_SEQ_LEN = 8192
 TOKENS_PER_BLOCK = 32
+_SCHEDULER_MINIMA = {
+    "max_batch_size": 1, "max_num_tokens": 1, "chunk_unit_size": 1, "max_queue_size": 0, "context_cost_tokens": 0,
+}  # fmt: skip
 STATES_PER_REQUEST = 16
 """Blocks of the longest request of a model that keeps a state in each block and nothing else."""
 
@@ -173,10 +176,12 @@ def _scheduler(args: EngineArgs, device: str, max_seq_len: int, reasons: list[st
         budget = max(GPU_MAX_NUM_TOKENS if device == "cuda" else scheduler.max_num_tokens, scheduler.max_batch_size)
         scheduler = dataclasses.replace(scheduler, max_num_tokens=budget)
         reasons.append(f"max_num_tokens {budget}: a step on a {device} that keeps running streams responsive")
+    if args.context_cost_tokens is not None:
+        scheduler = dataclasses.replace(scheduler, context_cost_tokens=args.context_cost_tokens)
     _check_names(scheduler)
-    for name, low in (("max_batch_size", 1), ("max_num_tokens", 1), ("chunk_unit_size", 1), ("max_queue_size", 0)):
+    for name, low in _SCHEDULER_MINIMA.items():
         value = getattr(scheduler, name)
-        if value < low:
+        if value is not None and value < low:
             raise ConfigError(f"{name} {value} is out of range; it must be {low} or more")
     if scheduler.max_num_tokens < scheduler.max_batch_size:
         raise ConfigError(

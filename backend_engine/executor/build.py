@@ -3,6 +3,7 @@
 Called by ``LLM``. Decides nothing that ``config/resolve.py`` can decide; logs what was decided and why.
 """
 
+import dataclasses
 import os
 import time
 from typing import NamedTuple
@@ -36,12 +37,17 @@ from backend_engine.kv_cache.cache_plan import Stage, plan_cache
 from backend_engine.kv_cache.kv_cache_manager import KVCacheManager
 from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
 from backend_engine.kv_cache.populate import populate_in_background
-from backend_engine.layers.linear import Linear
 from backend_engine.logger import get_logger
 from backend_engine.model_engine.model_backend import Implementations, LoadedModel
 from backend_engine.model_engine.model_engine import ModelEngine
 from backend_engine.model_engine.model_inputs import EngineLimits
 from backend_engine.model_engine.model_loader import describe_model, load_model, plan_memory
+from backend_engine.model_engine.token_work import (
+    attention_flop,
+    balanced_context_tokens,
+    num_layer_weights,
+    num_weights,
+)
 from backend_engine.model_engine.weight_memory import weight_bytes
 from backend_engine.scheduler.request_scheduler import RequestScheduler
 
@@ -84,6 +90,7 @@ def create_engine(args: EngineArgs) -> Engine:
     )
     for warning in loaded.warnings:
         _logger.warning("%s", warning)
+    config = _with_context_cost(config, loaded)
     num_blocks = _num_blocks(config, loaded)
     executor = _create_executor(config, loaded, num_blocks, planned)
     scheduler = config.scheduler
@@ -201,8 +208,7 @@ def _step_timeout_s(config: EngineConfig, loaded: LoadedModel, num_blocks: int) 
         return config.step_timeout_s
     max_num_tokens = config.scheduler.max_num_tokens
     context = min(config.max_seq_len, num_blocks * config.tokens_per_block)
-    flop = 2.0 * _num_weights(loaded)
-    flop += sum(4.0 * spec.num_heads * spec.head_dim * context for spec in loaded.traits.attention_specs)
+    flop = 2.0 * num_weights(loaded.model) + context * attention_flop(loaded.traits.attention_specs)
     chosen = automatic_step_timeout_s(flop, max_num_tokens, config.device) + config.debug_step_delay_ms / 1000
     _logger.info(
         "chosen: step_timeout_s %.1f: %d tokens of %.2f GFLOP each at most, with a wide margin",
@@ -213,12 +219,22 @@ def _step_timeout_s(config: EngineConfig, loaded: LoadedModel, num_blocks: int) 
     return chosen
 
 
-def _num_weights(loaded: LoadedModel) -> int:
-    """Weights that a token meets, whatever form their layers keep them in."""
-    linear = [module for module in loaded.model.modules() if isinstance(module, Linear)]
-    in_linear = {id(parameter) for module in linear for parameter in module.parameters()}
-    others = sum(p.numel() for p in loaded.model.parameters() if id(p) not in in_linear)
-    return others + sum(module.in_features * module.out_features for module in linear)
+def _with_context_cost(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """``config`` with the scheduler's ``context_cost_tokens``, chosen from the model's sizes where it is not set."""
+    scheduler = config.scheduler
+    if scheduler.context_cost_tokens is not None or not scheduler.enable_chunked_context:
+        return config
+    num_products = num_layer_weights(loaded.model)
+    chosen = balanced_context_tokens(num_products, loaded.traits.attention_specs, config.max_seq_len)
+    if chosen is None:
+        _logger.info("chosen: context_cost_tokens 0: no layer attends to a whole text")
+    else:
+        _logger.info(
+            "chosen: context_cost_tokens %d: attention to that many takes as long as products of %.1f million weights",
+            chosen,
+            num_products / 1e6,
+        )
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, context_cost_tokens=chosen or 0))
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from backend_engine.core.batch import ScheduledRequest
+from backend_engine.scheduler.token_cost import TokenCost
 
 
 class ContextChunking(ABC):
@@ -22,10 +23,13 @@ class ContextChunking(ABC):
         """
 
     @abstractmethod
-    def share(self, rows: list[ScheduledRequest], num_tokens: int, chunk_unit_size: int) -> list[ScheduledRequest]:
-        """The rows of all contexts once they have joined, given ``num_tokens`` for them together.
+    def share(
+        self, rows: list[ScheduledRequest], budget: int, token_cost: TokenCost, chunk_unit_size: int
+    ) -> list[ScheduledRequest]:
+        """The rows of all contexts once they have joined, whose tokens may together cost ``budget``.
 
-        ``rows`` hold what was set aside. No row gets more than it could have had when it joined.
+        ``rows`` hold what was set aside, or what they got when asked before. No row gets more than it could have had
+        when it joined. What the first row holds is its own even where it costs more than the budget: it is alone then.
         """
 
 
@@ -35,7 +39,9 @@ class FirstComeFirstServed(ContextChunking):
     def num_set_aside(self, num_tokens: int, chunk_unit_size: int) -> int:
         return num_tokens
 
-    def share(self, rows: list[ScheduledRequest], num_tokens: int, chunk_unit_size: int) -> list[ScheduledRequest]:
+    def share(
+        self, rows: list[ScheduledRequest], budget: int, token_cost: TokenCost, chunk_unit_size: int
+    ) -> list[ScheduledRequest]:
         return rows
 
 
@@ -49,34 +55,39 @@ class EqualProgress(ContextChunking):
     def num_set_aside(self, num_tokens: int, chunk_unit_size: int) -> int:
         return min(num_tokens, chunk_unit_size)
 
-    def share(self, rows: list[ScheduledRequest], num_tokens: int, chunk_unit_size: int) -> list[ScheduledRequest]:
+    def share(
+        self, rows: list[ScheduledRequest], budget: int, token_cost: TokenCost, chunk_unit_size: int
+    ) -> list[ScheduledRequest]:
         if not rows:
             return rows
         ends = [row.request.num_tokens + row.request.num_promised_tokens for row in rows]
         num_pending = [end - row.start for row, end in zip(rows, ends, strict=True)]
-        sizes = equal_shares(num_pending, num_tokens, chunk_unit_size)
+        costs = [token_cost.at(row.start) for row in rows]
+        sizes = equal_shares(num_pending, costs, max(budget, rows[0].num_tokens * costs[0]), chunk_unit_size)
         return [
             ScheduledRequest(row.request, row.start, size, row.start + size == end, row.num_reused_tokens)
             for row, size, end in zip(rows, sizes, ends, strict=True)
         ]
 
 
-def equal_shares(num_pending: Sequence[int], num_tokens: int, unit: int) -> list[int]:
+def equal_shares(num_pending: Sequence[int], costs: Sequence[int], budget: int, unit: int) -> list[int]:
     """Tokens for each of those who have ``num_pending`` (all > 0) to compute, dealt out as ``EqualProgress`` says.
+
+    ``costs``: of a token of each. The tokens dealt out cost at most ``budget`` together.
 
     Whole rounds are counted by bisection, so the cost does not grow with the tokens that are dealt out.
     """
-    pending = np.asarray(num_pending, np.int64)
+    pending, cost = np.asarray(num_pending, np.int64), np.asarray(costs, np.int64)
     max_rounds = -(-max(num_pending) // unit)
     num_rounds = bisect_right(
-        range(1, max_rounds + 1), num_tokens, key=lambda rounds: int(np.minimum(pending, rounds * unit).sum())
+        range(1, max_rounds + 1), budget, key=lambda rounds: int(np.minimum(pending, rounds * unit) @ cost)
     )
     sizes = [min(n, num_rounds * unit) for n in num_pending]
-    num_left = num_tokens - sum(sizes)
+    left = budget - sum(size * each for size, each in zip(sizes, costs, strict=True))
     for i, num in enumerate(num_pending):
         increment = min(unit, num - sizes[i])
-        if increment > num_left:
+        if increment * costs[i] > left:
             break
         sizes[i] += increment
-        num_left -= increment
+        left -= increment * costs[i]
     return sizes

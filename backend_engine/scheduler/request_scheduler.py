@@ -102,7 +102,7 @@ class RequestScheduler:
         claimed: set[bytes] = set()
         num_skips = 0
         for request in self._waiting:
-            if len(admitted) == num_places or batch.num_tokens_left == 0 or num_skips >= self._max_skips:
+            if len(admitted) == num_places or batch.is_full or num_skips >= self._max_skips:
                 break
             match = kv.match_prefix(request, claimed)
             if match.is_pending and self._capacity.may_pass_over:

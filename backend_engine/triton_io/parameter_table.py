@@ -174,6 +174,11 @@ PARAMETERS: tuple[Parameter, ...] = (
         "Which long prompts a step's tokens go to: the oldest, or all alike.",
     ),
     _engine(
+        "context_cost_tokens", "int", "chosen",
+        "Tokens before a prompt's token that make it take twice as long. Beside requests that generate, chunks late in "
+        "a prompt get smaller by it, to a quarter at most; 0 = all chunks alike.", low=0,
+    ),
+    _engine(
         "kv_cache_layout", ("paged", "contiguous"), "paged",
         "Blocks of tokens_per_block tokens, or one run of max_seq_len tokens a request (without reuse).",
     ),
@@ -202,10 +207,11 @@ PARAMETERS: tuple[Parameter, ...] = (
         "its name.",
     ),
     _engine(
-        "weight_only_precision", ("auto", "float16", "bfloat16", "int16", "int8"), "auto",
+        "weight_only_precision", ("auto", "float16", "bfloat16", "int16", "int8", "w8a8"), "auto",
         "Form in which weights that the checkpoint has plain stay in a CPU's memory; auto: that of dtype. Floats are "
         "computed with in float32, integers in integers: int16 (a scale for 64 numbers of a row) costs about what "
-        "float16 does and is faster, int8 has a scale for each row.",
+        "float16 does and is faster, int8 has a scale for each row, w8a8 is int8 with tokens of 7 bits, too: the "
+        "fastest of all.",
     ),
     _engine(
         "batch_invariant", "bool", "where it can be had",

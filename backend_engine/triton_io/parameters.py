@@ -112,6 +112,7 @@ def _llm_arguments(reader: ParameterReader) -> dict[str, Any]:
         enable_chunked_context=reader.get("enable_chunked_context", scheduler_defaults.enable_chunked_context),
         chunk_unit_size=reader.get("chunk_unit_size", scheduler_defaults.chunk_unit_size),
         context_chunking_policy=reader.get("context_chunking_policy", scheduler_defaults.context_chunking_policy),
+        context_cost_tokens=reader.get("context_cost_tokens"),
     )
     step_timeout_ms = reader.get("step_timeout_ms", 0)
     return {

@@ -61,6 +61,7 @@ def test_values_arrive() -> None:
         default_queue_timeout_ms="500", exclude_input_in_output="TRUE", include_stop_words_in_output="0",
         debug_step_delay_ms="1.5", debug_fail_on_tokens="1,2,3;4,5", max_words="3", max_word_bytes="9",
         cancellation_check_period_ms="7", stats_check_period_ms="8", reject_unknown_parameters="yes",
+        context_cost_tokens="900",
     )  # fmt: skip
     arguments = settings.llm_arguments
     assert (arguments["max_batch_size"], arguments["max_num_tokens"], arguments["max_seq_len"]) == (4, 64, 256)
@@ -68,6 +69,10 @@ def test_values_arrive() -> None:
     assert (kv_cache.tokens_per_block, kv_cache.max_tokens, kv_cache.enable_block_reuse) == (16, 384, False)
     assert (scheduler.capacity_policy, scheduler.waiting_queue_policy) == ("max_utilization", "shortest_first")
     assert (scheduler.max_queue_size, scheduler.enable_chunked_context, scheduler.chunk_unit_size) == (6, False, 8)
+    assert (scheduler.context_cost_tokens, engine().llm_arguments["scheduler_config"].context_cost_tokens) == (
+        900,
+        None,
+    )
     assert (arguments["dtype"], arguments["device"], arguments["num_threads"]) == ("float32", "cpu", 2)
     assert (arguments["debug_step_delay_ms"], arguments["debug_fail_on_tokens"]) == (1.5, ((1, 2, 3), (4, 5)))
     assert (settings.defaults.deadline_ms, settings.defaults.queue_timeout_ms) == (None, 500)
@@ -99,7 +104,8 @@ def test_all_problems_are_named_at_once() -> None:
         config(
             decoding_mode="medusa", sink_token_length="4", max_attention_window_size="8,0",
             batch_scheduler_policy="static", enable_kv_cache_reuse="perhaps", max_seq_len="1",
-            max_num_tokens="many", kv_cache_free_gpu_mem_fraction="1.5", max_num_token="5", debug_fail_on_tokens="a",
+            context_cost_tokens="-1", max_num_tokens="many", kv_cache_free_gpu_mem_fraction="1.5",
+            max_num_token="5", debug_fail_on_tokens="a",
         ),
     )  # fmt: skip
     for part in (
@@ -108,7 +114,8 @@ def test_all_problems_are_named_at_once() -> None:
         "decoding_mode 'medusa' is not built yet: Speculative modes", "sink_token_length '4' is not built yet",
         "max_attention_window_size '8,0'", "numbers separated by commas, each a whole number of 1 or more",
         "enable_kv_cache_reuse 'perhaps'", "true or false", "max_seq_len '1'",
-        "2 or more", "max_num_tokens 'many'", "kv_cache_free_gpu_mem_fraction '1.5'", "from 0 to 1",
+        "2 or more", "context_cost_tokens '-1'", "0 or more", "max_num_tokens 'many'",
+        "kv_cache_free_gpu_mem_fraction '1.5'", "from 0 to 1",
         "'max_num_token'; did you mean 'max_num_tokens'?", "debug_fail_on_tokens 'a'",
     ):  # fmt: skip
         assert part in text, (part, text)

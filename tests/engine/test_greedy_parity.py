@@ -55,12 +55,14 @@ def engine(model_dir: str, max_batch_size: int = 16, max_num_tokens: int = 512, 
 POLICIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "static_batch": ({"capacity_policy": "static_batch", "max_num_tokens": 64}, {}),
     "equal_progress": ({"context_chunking_policy": "equal_progress", "max_num_tokens": 24}, {}),
+    "chunks_that_shrink": ({"context_cost_tokens": 10, "max_num_tokens": 24}, {}),
     "equal_progress_in_units_and_pauses": (
         {
             "context_chunking_policy": "equal_progress",
             "capacity_policy": "max_utilization",
             "max_num_tokens": 24,
             "chunk_unit_size": 8,
+            "context_cost_tokens": 16,
         },
         {"max_tokens": 16 * 9},
     ),

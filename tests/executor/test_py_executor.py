@@ -124,6 +124,7 @@ def test_random_arrivals_cancels_and_pauses_change_no_answer(policy: str, queue:
     harness = Harness(
         num_blocks=rng.choice([20, 40]), max_blocks=20, capacity_policy=policy, waiting_queue_policy=queue,
         chunk_unit_size=rng.choice([1, 4]), max_num_tokens=rng.choice([8, 24]),
+        context_cost_tokens=rng.choice([0, 5]),
     )  # fmt: skip
     shared = [rng.randrange(1, 900) for _ in range(16)]
     live: list[tuple[LlmRequest, Collector, list[int], int, bool]] = []

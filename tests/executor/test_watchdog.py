@@ -13,13 +13,13 @@ from backend_engine.core.outputs import RequestOutput
 from backend_engine.core.request import FinishReason, LlmRequest, StopConditions
 from backend_engine.errors import ConfigError, ShutdownError, StepFailedError
 from backend_engine.executor import py_executor
-from backend_engine.executor.build import _num_weights
 from backend_engine.executor.fault_injection import InjectedFaults
 from backend_engine.executor.outbox import Outbox
 from backend_engine.executor.rooms import Rooms
 from backend_engine.executor.watchdog import Watchdog, automatic_step_timeout_s
 from backend_engine.llm import LLM
 from backend_engine.model_engine.model_loader import load_model
+from backend_engine.model_engine.token_work import num_weights
 from tests.executor.test_py_executor import Collector, Harness
 from tests.support.fake_rooms import continuation
 from tests.support.waiting import eventually
@@ -284,4 +284,4 @@ def test_the_work_of_a_token_counts_every_weight_once(random_model_dir: Path) ->
     stored = sum(tensor.size for file in tensors for tensor in file.values())
     config = json.loads((random_model_dir / "config.json").read_text())
     tied = config["vocab_size"] * config["hidden_size"] if config["tie_word_embeddings"] else 0
-    assert _num_weights(loaded) == stored + tied
+    assert num_weights(loaded.model) == stored + tied

@@ -64,6 +64,7 @@ def test_defaults() -> None:
         ({"max_num_tokens": 0}, "max_num_tokens 0 is out of range; it must be 1 or more"),
         ({"chunk_unit_size": 0}, "chunk_unit_size 0 is out of range; it must be 1 or more"),
         ({"max_queue_size": -1}, "max_queue_size -1 is out of range; it must be 0 or more"),
+        ({"context_cost_tokens": -1}, "context_cost_tokens -1 is out of range; it must be 0 or more"),
         ({"max_num_tokens": 64, "chunk_unit_size": 65}, "chunk_unit_size 65 must not be more than max_num_tokens 64"),
         ({"max_num_tokens": 16}, "max_num_tokens 16 must not be less than max_batch_size 32"),
     ],
@@ -71,6 +72,18 @@ def test_defaults() -> None:
 def test_limits_of_the_scheduler(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _resolve(scheduler_config=SchedulerConfig(**changes))
+
+
+@pytest.mark.parametrize("value", [0, 1, 2458])
+def test_what_position_costs_may_be_said_in_either_place_and_is_else_left_to_the_model(value: int) -> None:
+    of_scheduler = SchedulerConfig(context_cost_tokens=value)
+    assert _resolve().config.scheduler.context_cost_tokens is None
+    assert _resolve(scheduler_config=of_scheduler).config.scheduler.context_cost_tokens == value
+    assert _resolve(context_cost_tokens=value).config.scheduler.context_cost_tokens == value
+    both = _resolve(context_cost_tokens=5, scheduler_config=of_scheduler)
+    assert both.config.scheduler.context_cost_tokens == 5
+    with pytest.raises(ConfigError, match=r"^context_cost_tokens -2 is out of range; it must be 0 or more$"):
+        _resolve(context_cost_tokens=-2)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ class Setting:
     reuse: bool
     chunked: bool
     unit: int
+    cost_tokens: int
     num_tokens: int
     batch_size: int
     depth: int
@@ -47,6 +48,7 @@ SETTINGS = st.builds(
     reuse=st.booleans(),
     chunked=st.booleans(),
     unit=st.sampled_from([1, 3, 5]),
+    cost_tokens=st.sampled_from([0, 1, 4, 11]),
     num_tokens=st.integers(5, 24),
     batch_size=st.integers(1, 6),
     depth=st.sampled_from([1, 2]),
@@ -66,6 +68,7 @@ def _driver(setting: Setting) -> Driver:
         enable_chunked_context=setting.chunked,
         chunk_unit_size=setting.unit,
         context_chunking_policy=setting.chunking,
+        context_cost_tokens=setting.cost_tokens,
     )
     if setting.contiguous:
         manager = KVCacheManager(_num_blocks(setting), SIZE * POOL, 1, setting.batch_size, enable_block_reuse=False)
@@ -146,8 +149,14 @@ def test_random_operations(setting: Setting, seed: int, weights: tuple[int, int,
 @pytest.mark.parametrize("chunking", ["first_come_first_served", "equal_progress"])
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
 @pytest.mark.parametrize("queue", ["priority", "fcfs", "shortest_first"])
-def test_every_request_finishes_in_a_tiny_pool(policy: str, queue: str, chunking: str, reuse: bool) -> None:
-    setting = Setting(policy, queue, chunking, False, reuse, chunked=True, unit=1, num_tokens=16, batch_size=6, depth=1)
+@pytest.mark.parametrize("cost_tokens", [0, 3])
+def test_every_request_finishes_in_a_tiny_pool(
+    policy: str, queue: str, chunking: str, reuse: bool, cost_tokens: int
+) -> None:
+    setting = Setting(
+        policy, queue, chunking, False, reuse,
+        chunked=True, unit=1, cost_tokens=cost_tokens, num_tokens=16, batch_size=6, depth=1,
+    )  # fmt: skip
     rng = random.Random(5)
     driver = _driver(setting)
     everyone = [_random_request(i, rng) for i in range(40)]

@@ -24,34 +24,48 @@ def _context(output: SchedulerOutput) -> list[tuple[int, int, int]]:
     return [(row.request.request_id, row.start, row.num_tokens) for row in output.context]
 
 
-def _dealt_one_by_one(num_pending: list[int], num_tokens: int, unit: int) -> list[int]:
+def _dealt_one_by_one(num_pending: list[int], costs: list[int], budget: int, unit: int) -> list[int]:
     sizes = [0] * len(num_pending)
+    left = budget
     while sizes != num_pending:
         for i, num in enumerate(num_pending):
             increment = min(unit, num - sizes[i])
-            if sum(sizes) + increment > num_tokens:
+            if increment * costs[i] > left:
                 return sizes
             sizes[i] += increment
+            left -= increment * costs[i]
     return sizes
 
 
-NUM_PENDING = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+# Of each: tokens to compute, and what one of them costs.
+WANTED = st.tuples(st.integers(1, 40), st.integers(1, 12))
+EVEN = WANTED.map(lambda wanted: (wanted[0], 1))
+ALL_WANTED = st.lists(WANTED, min_size=1, max_size=6) | st.lists(EVEN, min_size=1, max_size=6)
+Wanted = list[tuple[int, int]]
+
+
+def _shares(wanted: Wanted, budget: int, unit: int) -> list[int]:
+    return equal_shares([num for num, _ in wanted], [cost for _, cost in wanted], budget, unit)
 
 
 @settings(max_examples=300, deadline=None)
-@given(num_pending=NUM_PENDING, num_tokens=st.integers(0, 90), unit=st.integers(1, 9))
-def test_equal_shares_are_what_dealing_one_unit_after_another_gives(
-    num_pending: list[int], num_tokens: int, unit: int
-) -> None:
-    assert equal_shares(num_pending, num_tokens, unit) == _dealt_one_by_one(num_pending, num_tokens, unit)
+@given(wanted=ALL_WANTED, budget=st.integers(0, 90) | st.integers(0, 900), unit=st.integers(1, 9))
+def test_equal_shares_are_what_dealing_one_unit_after_another_gives(wanted: Wanted, budget: int, unit: int) -> None:
+    num_pending, costs = ([pair[i] for pair in wanted] for i in range(2))
+    assert _shares(wanted, budget, unit) == _dealt_one_by_one(num_pending, costs, budget, unit)
 
 
 @settings(max_examples=300, deadline=None)
-@given(num_pending=NUM_PENDING, newcomer=st.integers(1, 40), num_tokens=st.integers(0, 90), unit=st.integers(1, 9))
-def test_a_newcomer_makes_no_share_larger(num_pending: list[int], newcomer: int, num_tokens: int, unit: int) -> None:
+@given(
+    wanted=ALL_WANTED,
+    newcomer=WANTED,
+    budget=st.integers(0, 90) | st.integers(0, 900),
+    unit=st.integers(1, 9),
+)
+def test_a_newcomer_makes_no_share_larger(wanted: Wanted, newcomer: tuple[int, int], budget: int, unit: int) -> None:
     """Or a row could need more blocks than were counted for it before the newcomer joined."""
-    before = equal_shares(num_pending, num_tokens, unit)
-    after = equal_shares([*num_pending, newcomer], num_tokens, unit)
+    before = _shares(wanted, budget, unit)
+    after = _shares([*wanted, newcomer], budget, unit)
     assert all(new <= old for new, old in zip(after, before, strict=False))
 
 

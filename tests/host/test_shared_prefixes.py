@@ -241,7 +241,7 @@ def test_random_trees_of_texts_with_cancels(
     rng = random.Random(seed)
     config = SchedulerConfig(
         max_batch_size=6, max_num_tokens=num_tokens, capacity_policy=policy, context_chunking_policy=chunking,
-        chunk_unit_size=rng.choice([1, 4, 7]),
+        chunk_unit_size=rng.choice([1, 4, 7]), context_cost_tokens=rng.choice([0, 2, 9]),
     )  # fmt: skip
     driver = _Watch(RequestScheduler(config), KVCacheManager(num_blocks, 4, num_blocks, 6))
     everyone: list[LlmRequest] = []

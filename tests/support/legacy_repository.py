@@ -39,8 +39,9 @@ OLD_PARAMETERS = {
 OUR_PARAMETERS = frozenset(
     {"trust_remote_code", "max_text_bytes", "max_words", "max_word_bytes", "max_messages", "max_sequences", "dtype",
      "device", "include_stop_words_in_output", "reject_unknown_parameters", "decoupled_mode", "skip_special_tokens",
-     "waiting_queue_policy", "context_chunking_policy", "kv_cache_layout", "max_logits_bytes", "step_timeout_ms",
-     "default_deadline_ms", "default_queue_timeout_ms", "bls_max_concurrency", "tokens_per_block", "num_threads"}
+     "waiting_queue_policy", "context_chunking_policy", "context_cost_tokens", "kv_cache_layout", "max_logits_bytes",
+     "step_timeout_ms", "default_deadline_ms", "default_queue_timeout_ms", "bls_max_concurrency", "tokens_per_block",
+     "num_threads"}
 )  # fmt: skip
 
 
