@@ -17,7 +17,7 @@ import bench_common as common
 from check_kv_agreement import Tokens, equal_until_other
 from check_parity import prompts
 
-MOST_PERCENT = {"float16": 0.1, "bfloat16": 1.0, "int16": 0.1, "int8": 1.0}
+MOST_PERCENT = {"float16": 0.1, "bfloat16": 1.0, "int16": 0.1, "int8": 1.0, "w8a8": 1.0}
 """How many percent a perplexity may rise."""
 
 

@@ -21,12 +21,15 @@ LayerCache = PagedKv | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The injected maths, attention and weight scheme, and where tensors live."""
+    """The injected maths, attention and weight scheme, and where tensors live. head_quant: the scheme of the projection
+    to the vocabulary, ``None`` = that of all others.
+    """
 
     ops: TorchOps
     attention: AttentionBackend
     quant: QuantMethod
     options: TensorOptions
+    head_quant: QuantMethod | None = None
 
 
 class LayerStep(NamedTuple):

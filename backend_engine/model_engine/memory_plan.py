@@ -210,7 +210,8 @@ class _Weights:
         """Of a weight of ``shape`` of ``layer``: a product's in its packed form, a table as it is."""
         options = layer.options._replace(device=self._options.device)
         is_product = isinstance(layer, Linear) and path not in self._latent_products
-        return plain_bytes(shape, options, self._kind, packs=is_product)
+        kind = self._kind.for_head if layer is self._model.lm_head else self._kind
+        return plain_bytes(shape, options, kind, packs=is_product)
 
     def _packed(self, name: str, part: PlannedRows, layer: WeightedLayer, rank_layer: WeightedLayer) -> PlannedWeight:
         (_, columns), (_, rank_columns) = layer.weight_shape, rank_layer.weight_shape

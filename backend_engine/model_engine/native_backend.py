@@ -84,8 +84,11 @@ class NativeBackend(ModelBackend):
         backend = select_backend(names.attention_backend, specs, tensors.dtype, tensors.device, type(ops))
         attention = backend(ops, tensors.device)
         weights = weight_source(spec, family, source, checkpoint)
-        plain = Decoded() if options.plain_weights else Unquantized(kind=names.weight_kind, memory=HugePages())
-        parts = ModelParts(ops, attention, Deferred(plain), tensors)
+        memory, kinds = HugePages(), (names.weight_kind, names.weight_kind.for_head)
+        plain, plain_head = (
+            Decoded() if options.plain_weights else Unquantized(kind=kind, memory=memory) for kind in kinds
+        )
+        parts = ModelParts(ops, attention, Deferred(plain), tensors, Deferred(plain_head))
         with torch.inference_mode():
             # Without memory first: whether the files hold what config.json asks for is known before any is taken.
             outline = CausalLM(spec, dataclasses.replace(parts, options=tensors._replace(device=torch.device("meta"))))

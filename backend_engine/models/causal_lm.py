@@ -48,7 +48,8 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(block(spec, i, parts) for i in range(spec.num_layers))
         self.norm = create_norm(spec.norm, spec.hidden_size, parts.ops, options)
         head_options = options._replace(device=torch.device("meta")) if spec.tie_embeddings else options
-        self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), parts.quant, head_options, bias=False)
+        head_quant = parts.head_quant or parts.quant
+        self.lm_head = Linear(spec.hidden_size, (spec.vocab_size,), head_quant, head_options, bias=False)
         # Rounded to the weights' dtype, as those who train models do it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=options.dtype).item()
         self._layer_runner: LayerRunner = self.run_layers

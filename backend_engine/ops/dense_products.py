@@ -2,7 +2,8 @@
 
 Called by the quantization methods. A row of a result has the same bits whatever other tokens and threads there are.
 Integers are multiplied as such: int8 weights have a scale for each row, int16 ones for each row of 64 columns (block
-floating point), and tokens are rounded in the same blocks. Knows no checkpoint formats.
+floating point), and tokens are rounded in the same blocks; of W8A8 tokens have 7 bits, too, with a factor for each 32
+columns. Knows no checkpoint formats.
 """
 
 import ctypes
@@ -24,6 +25,8 @@ _CHUNK_NUMBERS = 1 << 18
 # Those of dense_int.h; the largest code of a token and of a weight.
 _INT8_BLOCK, _INT16_BLOCK = 512, 64
 _SMALLEST_PEAK = 1e-30
+_PART, _LARGEST_FACTOR = 32, 511
+_ZERO_CODE = 128  # of W8A8, whose codes have no sign
 _MOST_COLUMNS = 1 << 17
 
 
@@ -35,16 +38,28 @@ class DenseKind(IntEnum):
     BF16 = 2
     I8 = 3
     I16 = 4
+    W8A8 = 5
 
     @classmethod
     def of(cls, precision: str) -> "DenseKind":
         """By ``weight_only_precision`` of ``EngineArgs``; a float32 dtype's own for all other names."""
-        return {"float16": cls.F16, "bfloat16": cls.BF16, "int8": cls.I8, "int16": cls.I16}.get(precision, cls.F32)
+        kinds = {"float16": cls.F16, "bfloat16": cls.BF16, "int8": cls.I8, "int16": cls.I16, "w8a8": cls.W8A8}
+        return kinds.get(precision, cls.F32)
+
+    @property
+    def for_head(self) -> "DenseKind":
+        """Of the projection to the vocabulary, for which tokens of 7 bits would cost more than they save."""
+        return DenseKind.I8 if self == DenseKind.W8A8 else self
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the stored numbers."""
-        return (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16)[self]
+        return (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.uint8)[self]
+
+    @property
+    def unit(self) -> int:
+        """Columns that are packed together."""
+        return {DenseKind.I8: 2, DenseKind.I16: 2, DenseKind.W8A8: 4}.get(self, 1)
 
     @property
     def is_integer(self) -> bool:
@@ -54,20 +69,21 @@ class DenseKind(IntEnum):
     @property
     def largest_codes(self) -> tuple[int, int]:
         """Of weights and of tokens; a block's sums of their products are less than 2^31."""
-        return (4095, 8191) if self == DenseKind.I16 else (127, 32767)
+        return {DenseKind.I16: (4095, 8191), DenseKind.W8A8: (127, 64)}.get(self, (127, 32767))
 
     def block(self, columns: int) -> int:
-        """Columns whose sum is an exact integer: at most 512 of int8, in parts of equal length, of whole pairs."""
+        """Columns whose sum is an exact integer: at most 512 of int8, in equal lengths but for whole pairs or parts."""
         if self == DenseKind.I16:
             return _INT16_BLOCK
-        return 2 * _num_pairs(-(-columns // -(-columns // _INT8_BLOCK)))
+        equal, whole = -(-columns // -(-columns // _INT8_BLOCK)), _PART if self == DenseKind.W8A8 else 2
+        return -(-equal // whole) * whole
 
     def num_blocks(self, columns: int) -> int:
         """Scales of a token."""
         return -(-columns // self.block(columns))
 
 
-class _NativeWeight(ctypes.Structure):
+class NativeWeight(ctypes.Structure):
     """``dense_weight`` of the C source."""
 
     _fields_ = (
@@ -78,6 +94,11 @@ class _NativeWeight(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
     )
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is multiplied in integers."""
+        return DenseKind(self.kind).is_integer
 
 
 class DenseOp(ctypes.Structure):
@@ -92,6 +113,7 @@ class DenseOp(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("rounded", ctypes.c_void_p),
         ("rounded_stride", ctypes.c_int64),
+        ("gated", ctypes.c_void_p),
     )
 
 
@@ -113,9 +135,10 @@ class RoundOp(ctypes.Structure):
 class DenseWeight:
     """A packed weight.
 
-    data: panels of 16 rows, column after column: ``[panels, columns, 16]``, of integers pairs of columns ``[panels,
-    pairs, 16, 2]``; zeros behind the last row and column. scales: float32, of int8 ``[panels * 16]``, of int16
-    ``[panels, blocks, 16]``, else ``None``. bias: float32 ``[panels * 16]`` or ``None``.
+    data: panels of 16 rows, column after column: ``[panels, columns, 16]``, of integers two or four columns together
+    ``[panels, units, 16, columns of a unit]``; zeros behind the last row and column. Of W8A8 128 is added to the codes.
+    scales: float32, of int8 and W8A8 ``[panels * 16]``, of int16 ``[panels, blocks, 16]``, else ``None``. bias: float32
+    ``[panels * 16]`` or ``None``.
     """
 
     kind: DenseKind
@@ -126,10 +149,10 @@ class DenseWeight:
     bias: Tensor | None
 
     @cached_property
-    def native(self) -> _NativeWeight:
+    def native(self) -> NativeWeight:
         """What the C source reads; this object has to live as long."""
         scales, bias = (None if t is None else t.data_ptr() for t in (self.scales, self.bias))
-        return _NativeWeight(self.rows, self.columns, self.kind, self.data.data_ptr(), scales, bias)
+        return NativeWeight(self.rows, self.columns, self.kind, self.data.data_ptr(), scales, bias)
 
     @property
     def num_bytes(self) -> int:
@@ -143,15 +166,15 @@ def dense_bytes(kind: DenseKind, rows: int, columns: int) -> int:
     if not kind.is_integer:
         return padded * columns * kind.dtype.itemsize
     num_scales = kind.num_blocks(columns) if kind == DenseKind.I16 else 1
-    return padded * (_num_pairs(columns) * 2 * kind.dtype.itemsize + 4 * num_scales)
+    return padded * (_num_units(kind, columns) * kind.unit * kind.dtype.itemsize + 4 * num_scales)
 
 
 def pack_dense(
     weight: Tensor, kind: DenseKind, bias: Tensor | None = None, memory: HugePages | None = None
 ) -> DenseWeight:
-    """``weight [rows, columns]`` of any float dtype, and ``bias [rows]``, packed. Of int8: each row to the nearest of
-    255 numbers, the largest magnitude / 127 apart; of int16: 64 columns of a row to one of 8191. float16 makes numbers
-    beyond 65504 infinite. ``memory``: where the packed numbers go, by default pages of their own.
+    """``weight [rows, columns]`` of any float dtype, and ``bias [rows]``, packed. Of int8 and W8A8: each row to the
+    nearest of 255 numbers, the largest magnitude / 127 apart; of int16: 64 columns of a row to one of 8191. float16
+    makes numbers beyond 65504 infinite. ``memory``: where the packed numbers go, by default pages of their own.
     """
     data = _empty_data(kind, weight.shape, memory)
     (rows, columns), num_panels = weight.shape, data.shape[0]
@@ -161,9 +184,9 @@ def pack_dense(
         part = weight[start:stop].detach()
         if kind.is_integer:
             part, scales[start:stop] = _to_codes(part.to(torch.float32), kind, width)
-        _put(data, start, part)
+        _put(data, kind, start, part)
     kept = scales.view(num_panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
-    if kind == DenseKind.I8:
+    if kind != DenseKind.I16:
         kept = kept.flatten()
     return DenseWeight(kind, rows, columns, data, kept if kind.is_integer else None, _padded_rows(bias))
 
@@ -175,7 +198,7 @@ def pack_int8_rows(
     assert codes.dtype == torch.int8 and scales.shape == codes.shape[:1], (codes.dtype, codes.shape, scales.shape)
     data = _empty_data(DenseKind.I8, codes.shape, memory)
     for start, stop in _parts(codes):
-        _put(data, start, codes[start:stop])
+        _put(data, DenseKind.I8, start, codes[start:stop])
     rows, columns = codes.shape
     return DenseWeight(DenseKind.I8, rows, columns, data, _padded_rows(scales), _padded_rows(bias))
 
@@ -231,7 +254,8 @@ def dense_reference(w: DenseWeight, x: Tensor) -> Tensor:
         block_scales = _block_scales(w, start, stop) if w.kind == DenseKind.I16 else None
         total = torch.zeros(x.shape[0], stop - start)
         for number, begin in enumerate(range(0, w.columns, block)):
-            codes, scales = _round_tokens(wide[:, begin : begin + block], w.kind.largest_codes[1])
+            of_block = wide[:, begin : begin + block]
+            codes, scales = _round_in_parts(of_block) if w.kind == DenseKind.W8A8 else _round_tokens(of_block, w.kind)
             exact = codes @ part[:, begin : begin + block].T
             total += exact.to(torch.float32) * (scales if block_scales is None else scales * block_scales[:, number])
         out[:, start:stop] = total * w.scales[start:stop] if block_scales is None else total
@@ -242,13 +266,16 @@ def _num_panels(rows: int) -> int:
     return -(-rows // PANEL_ROWS)
 
 
-def _num_pairs(columns: int) -> int:
-    return -(-columns // 2)
+def _num_units(kind: DenseKind, columns: int) -> int:
+    return -(-columns // kind.unit)
 
 
 def _rounded_width(kind: DenseKind, columns: int) -> int:
     """Floats of a token's codes and scales. An odd number of cache lines, so that tokens do not compete for them."""
-    lines = -(-(_num_pairs(columns) + kind.num_blocks(columns)) // 16)
+    num_words, num_blocks = _num_units(kind, columns), kind.num_blocks(columns)
+    if kind == DenseKind.W8A8:
+        num_words, num_blocks = num_words + -(-columns // _PART), 2 * num_blocks
+    lines = -(-(num_words + num_blocks) // 16)
     return 16 * (lines + (lines % 2 == 0))
 
 
@@ -263,19 +290,22 @@ def _parts(weight: Tensor) -> Iterator[tuple[int, int]]:
 def _empty_data(kind: DenseKind, shape: torch.Size, memory: HugePages | None) -> Tensor:
     """Packed zeros."""
     assert len(shape) == 2 and shape[0] > 0 and 0 < shape[1] <= _MOST_COLUMNS, tuple(shape)
-    (rows, columns), pairs = shape, _num_pairs(shape[1])
-    numbers = (pairs, PANEL_ROWS, 2) if kind.is_integer else (columns, PANEL_ROWS)
-    return (memory or HugePages()).empty((_num_panels(rows), *numbers), kind.dtype)
+    rows, columns = shape
+    numbers = (_num_units(kind, columns), PANEL_ROWS, kind.unit) if kind.is_integer else (columns, PANEL_ROWS)
+    data = (memory or HugePages()).empty((_num_panels(rows), *numbers), kind.dtype)
+    return data.fill_(_ZERO_CODE) if kind == DenseKind.W8A8 else data
 
 
-def _put(data: Tensor, start: int, part: Tensor) -> None:
+def _put(data: Tensor, kind: DenseKind, start: int, part: Tensor) -> None:
     """Rows from ``start`` on, the first of a panel."""
     whole, (rows, columns) = part.shape[0] // PANEL_ROWS, part.shape
-    if data.ndim == 4:
-        # A pair of columns is moved as one number.
-        pair = torch.int16 if data.dtype == torch.int8 else torch.int32
-        part = F.pad(part, (0, columns % 2)).contiguous().view(pair)
-        data = data.view(pair).squeeze(-1)
+    if kind.is_integer:
+        # The columns of a unit are moved as one number.
+        unit = torch.int16 if kind == DenseKind.I8 else torch.int32
+        part = F.pad(part, (0, -columns % kind.unit))
+        if kind == DenseKind.W8A8:
+            part = (part.to(torch.int16) + _ZERO_CODE).to(torch.uint8)
+        part, data = part.contiguous().view(unit), data.view(unit).squeeze(-1)
     panel, done = start // PANEL_ROWS, whole * PANEL_ROWS
     data[panel : panel + whole].copy_(part[:done].view(whole, PANEL_ROWS, part.shape[1]).transpose(1, 2))
     if done < rows:
@@ -286,7 +316,8 @@ def _rows(w: DenseWeight, start: int, stop: int) -> Tensor:
     """The numbers as they are stored ``[stop - start, columns]``; ``start``: the first row of a panel."""
     panels = w.data[start // PANEL_ROWS : _num_panels(stop)]
     panels = panels.permute(0, 2, 1, 3).flatten(2) if w.kind.is_integer else panels.transpose(1, 2)
-    return panels.reshape(-1, panels.shape[2])[: stop - start, : w.columns]
+    rows = panels.reshape(-1, panels.shape[2])[: stop - start, : w.columns]
+    return rows.to(torch.int16) - _ZERO_CODE if w.kind == DenseKind.W8A8 else rows
 
 
 def _block_scales(w: DenseWeight, start: int, stop: int) -> Tensor:
@@ -302,7 +333,8 @@ def _to_codes(part: Tensor, kind: DenseKind, width: int) -> tuple[Tensor, Tensor
     blocks = F.pad(part, (0, -columns % width)).view(rows, -1, width)
     scales = blocks.abs().amax(2) / largest
     codes = blocks / torch.where(scales > 0, scales, 1.0)[:, :, None]
-    codes = codes.round_().nan_to_num_(0.0).clamp_(-largest, largest).to(kind.dtype)
+    codes = codes.round_().nan_to_num_(0.0).clamp_(-largest, largest)
+    codes = codes.to(torch.int8 if kind == DenseKind.W8A8 else kind.dtype)
     return codes.view(rows, -1)[:, :columns], scales
 
 
@@ -314,9 +346,9 @@ def _padded_rows(values: Tensor | None) -> Tensor | None:
     return F.pad(wide, (0, -len(wide) % PANEL_ROWS)).contiguous()
 
 
-def _round_tokens(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Integers in float64 ``[num_tokens, columns]`` and scales ``[num_tokens, 1]`` of a block, as in dense_int.h."""
-    peaks = x.abs().amax(1, keepdim=True)
+def _round_tokens(x: Tensor, kind: DenseKind) -> tuple[Tensor, Tensor]:
+    """Integers in float64 ``[num_tokens, columns]`` and scales ``[num_tokens, 1]`` of a block, as in dense_int16.h."""
+    peaks, largest = x.abs().amax(1, keepdim=True), kind.largest_codes[1]
     is_number = peaks.isfinite()
     is_used = is_number & (peaks >= _SMALLEST_PEAK)
     # A number divided by a tensor would be multiplied with its reciprocal.
@@ -324,3 +356,20 @@ def _round_tokens(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     codes = torch.where(is_used, x * factors, 0.0).round()
     scales = torch.where(is_used, peaks / largest, 0.0)
     return codes.to(torch.float64), torch.where(is_number, scales, torch.nan)
+
+
+def _round_in_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_round_tokens``, as in dense_int8.h: codes times the factor of their part, which are integers as well."""
+    (num_tokens, columns), largest = x.shape, DenseKind.W8A8.largest_codes[1]
+    parts = F.pad(x, (0, -columns % _PART)).view(num_tokens, -1, _PART)
+    peaks = parts.abs().amax(2, keepdim=True)
+    peak = peaks.amax(1, keepdim=True)
+    is_number = peak.isfinite()
+    is_used = is_number & (peak >= _SMALLEST_PEAK)
+    peak = torch.where(is_used, peak, 1.0)
+    factors = (peaks * (torch.full_like(peak, _LARGEST_FACTOR) / peak)).ceil().clamp_(1, _LARGEST_FACTOR)
+    codes = torch.where(is_used, parts * (torch.full_like(peak, largest * _LARGEST_FACTOR) / peak / factors), 0.0)
+    exact = codes.round().to(torch.float64) * factors
+    scales = torch.where(is_used, peak / (largest * _LARGEST_FACTOR), 0.0)
+    scales = torch.where(is_number, scales, torch.nan)
+    return exact.flatten(1)[:, :columns], scales[:, 0]

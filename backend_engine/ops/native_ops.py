@@ -52,7 +52,9 @@ class _Rope(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Activation(ctypes.Structure):
+class ActivationOp(ctypes.Structure):
+    """``activation_op`` of rows.h."""
+
     _fields_ = (
         ("kind", _number), ("x", _address), ("out", _address), ("x_stride", _number), ("width", _number),
         ("act", _number), ("gated", _number), ("alpha", _float), ("limit", _float),
@@ -197,7 +199,7 @@ class NativeOps(TorchOps):
             return None
         num_tokens, width = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
         out = runtime.empty(num_tokens, width)
-        op = _Activation(
+        op = ActivationOp(
             OpKind.ACTIVATION, x.data_ptr(), out.data_ptr(), x.stride(0), width, act, is_gated, alpha, limit
         )
         runtime.check_input(x)

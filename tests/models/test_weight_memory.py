@@ -3,15 +3,20 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 
 from backend_engine import LLM, KvCacheConfig
 from backend_engine.layers.linear import Linear
+from backend_engine.model_engine.model_backend import Implementations
+from backend_engine.model_engine.model_loader import load_model
 from backend_engine.model_engine.weight_memory import weight_bytes
+from backend_engine.ops.dense_products import DenseKind
 from backend_engine.quantization.quant_method import TensorOptions
 from backend_engine.quantization.unquantized import Unquantized
+from tests.support.tiny_models import build_tiny_model
 
 FLOAT32 = TensorOptions(torch.float32, torch.device("cpu"))
 
@@ -45,3 +50,20 @@ def test_the_statistics_tell_weights_and_kv_cache_of_the_cpu(table_model_dir: Pa
     assert (memory.gpu, memory.pinned) == (0, 0)
     assert memory.cpu >= 4 * num_weights + kv_bytes, "all weights, the output layer's included, and the KV cache"
     assert memory.cpu < 4 * num_weights + kv_bytes + 1_000_000, "and little else (tables of the positions)"
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_tokens_of_the_vocabulary_projection_keep_16_bits_in_w8a8(backend: str, tmp_path: Path) -> None:
+    build_tiny_model("llama", tmp_path)
+    loaded = load_model(
+        tmp_path, "float32", "cpu", Implementations(weight_only_precision="w8a8"), model_backend=backend
+    )
+    kinds = {
+        name: module.dense_weight.kind
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, Linear) and module.dense_weight is not None
+    }
+    heads = {name for name in kinds if name.endswith("lm_head")}
+    assert len(heads) == 1 and len(kinds) > 5
+    for name, kind in kinds.items():
+        assert kind == (DenseKind.I8 if name in heads else DenseKind.W8A8), name

@@ -70,6 +70,17 @@ def multiplied(w: DenseWeight, x: Tensor) -> Tensor:
     return found
 
 
+def peaks_around(kind: DenseKind, x: Tensor) -> Tensor:
+    """For each number the largest magnitude that it is rounded with: the token's, of W8A8 that of 32 columns, which no
+    factor makes less than a 511th of the token's.
+    """
+    most = x.abs().to(torch.float32).amax(1, keepdim=True)
+    if kind != DenseKind.W8A8:
+        return most.expand(x.shape)
+    parts = torch.cat([part.abs().amax(1, keepdim=True).expand(part.shape) for part in x.split(32, 1)], 1)
+    return parts + most / 511
+
+
 def assert_close(w: DenseWeight, x: Tensor) -> None:
     """To the reference, and to the product in float64: floats within rounding, integers within that of x."""
     found, weight = multiplied(w, x), unpack_dense(w).double()
@@ -79,10 +90,11 @@ def assert_close(w: DenseWeight, x: Tensor) -> None:
         exact, size = exact + w.bias[: w.rows], size + w.bias[: w.rows].abs()
     if w.kind.is_integer:
         assert torch.equal(found, dense_reference(w, x))
-        size = x.abs().amax(1, keepdim=True).double() * weight.abs().sum(1) + size
+        size = peaks_around(w.kind, x).double() @ weight.abs().T + size
     else:
         assert torch.allclose(found, dense_reference(w, x), rtol=1e-4, atol=1e-5 * float(size.max()))
-    step = {DenseKind.I8: 2**-16, DenseKind.I16: 2**-14}.get(w.kind, 2**-24 * (w.columns + 2))
+    steps = {DenseKind.I8: 2**-16, DenseKind.I16: 2**-14, DenseKind.W8A8: 2**-7}
+    step = steps.get(w.kind, 2**-24 * (w.columns + 2))
     bound = step * size + 2**-23 * size
     assert bool(((found - exact).abs() <= bound).all()), (w.kind, tuple(x.shape), float((found - exact).abs().max()))
 
@@ -210,7 +222,26 @@ def test_the_largest_codes_do_not_overflow(variant: str) -> None:
             assert torch.allclose(multiplied(w, x), torch.full((num_tokens, 17), 192.0 * columns))
             wide = pack_dense(torch.full((17, columns), -64.0), DenseKind.I16)
             assert torch.equal(multiplied(wide, x), dense_reference(wide, x))
+            for sign in (1.0, -1.0):
+                bytes_ = pack_dense(torch.full((17, columns), 64.0 * sign), DenseKind.W8A8)
+                assert torch.equal(multiplied(bytes_, x), dense_reference(bytes_, x))
+                assert torch.allclose(multiplied(bytes_, x), torch.full((num_tokens, 17), -192.0 * sign * columns))
             assert torch.allclose(multiplied(wide, x), torch.full((num_tokens, 17), 192.0 * columns))
+
+
+def test_numbers_of_w8a8_are_rounded_by_their_neighbours(variant: str) -> None:
+    """Not by large ones elsewhere in the token, unless they are more than 511 times as large."""
+    x = random(3, 96)
+    x[:, :32] *= 300.0
+    weight = torch.zeros(16, 96)
+    weight[:, 32:] = random(16, 64)
+    w, alone = pack_dense(weight, DenseKind.W8A8), x.clone()
+    alone[:, :32] = 0.0
+    exact = alone.double() @ unpack_dense(w).double().T
+    for numbers in (alone, x):
+        error = (multiplied(w, numbers) - exact).abs().max()
+        assert error < 0.03 * exact.abs().max()
+    assert_close(w, x)
 
 
 def test_codes_and_floats_survive_packing() -> None:

@@ -6,12 +6,13 @@ Called by the model loader. Every fault of the folder, and every model that the 
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -85,16 +86,29 @@ def load_transformers_model(
         bounded = attention_specs(calls, max_windows)
         kind = select_backend(attention_backend, specs + bounded, options.dtype, options.device, type(ops))
         backend = kind(ops, options.device)
-        if options.device.type == "cpu" and options.dtype == torch.float32:
-            pack_linears(model, recording.linears, Unquantized(kind=weight_kind, memory=HugePages()), options)
+        packs = options.device.type == "cpu" and options.dtype == torch.float32
+        if packs:
             replace_norms(model)
+        if packs and weight_kind == DenseKind.F32:
+            _pack(model, recording.linears, weight_kind, options)
         _use_attention(model, PAGED)
         paged = TransformersModel(model, calls, specs, backend, recording.vocab_size, options.dtype)
         _check(paged, expected, options)
+        if packs and weight_kind != DenseKind.F32:
+            # Shorter forms change the logits by more than the check lets pass: they come after it.
+            _pack(model, recording.linears, weight_kind, options)
         if max_windows:
             # The user's windows change the logits: they come after the check.
             paged = TransformersModel(model, calls, bounded, backend, recording.vocab_size, options.dtype)
     return LoadedTransformersModel(paged, faulty)
+
+
+def _pack(model: Any, linears: Collection[nn.Module], kind: DenseKind, options: TensorOptions) -> None:
+    """The linear layers in the form ``kind``, the projection to the vocabulary in the form that is for it."""
+    memory, head = HugePages(), model.get_output_embeddings()
+    for form, is_head in ((kind, False), (kind.for_head, True)):
+        chosen = [linear for linear in linears if (linear is head) == is_head]
+        pack_linears(model, chosen, Unquantized(kind=form, memory=memory), options)
 
 
 def read_config(source: ModelSource) -> Any:

@@ -8,7 +8,7 @@
 #ifndef INFLIGHT_DENSE_H
 #define INFLIGHT_DENSE_H
 
-#include "native.h"
+#include "rows.h"
 
 #define PANEL 16 /* rows */
 #define PANEL_VECS (PANEL / LANES)
@@ -21,10 +21,10 @@
 #define DENSE_CHUNK_BYTES 32768 /* the same, at least, of a chunk */
 #define FLOPS_PER_BYTE 6        /* that a thread computes while it reads a byte */
 
-enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8, DENSE_I16 };
+enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8, DENSE_I16, DENSE_W8A8 };
 
-/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8 or int16;
- * rows and columns rounded up, with zeros. scales: of int8 [rows rounded up], of int16 [rows / 16][blocks][16]; bias (or
+/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8 or int16,
+ * or [rows / 16][columns / 4][16][4] of W8A8, 128 higher; rows and columns rounded up, with zeros. scales: of int8 [rows rounded up], of int16 [rows / 16][blocks][16]; bias (or
  * NULL): [rows rounded up].
  */
 typedef struct {
@@ -33,7 +33,10 @@ typedef struct {
     const float *scales, *bias;
 } dense_weight;
 
-/* rounded: of integers, what round_op made of x, for more than one token; of others NULL. */
+/* rounded: of integers, what round_op made of x, for more than one token; of others NULL. gated (of integers, else NULL):
+ * what is made of the results before they are written; the first half of the rows gates the second, both are whole
+ * panels, and out has half as many numbers.
+ */
 typedef struct {
     int64_t kind;
     const dense_weight *w;
@@ -43,9 +46,13 @@ typedef struct {
     int64_t out_stride;
     const float *rounded;
     int64_t rounded_stride;
+    const activation_op *gated;
 } dense_op;
 
 INLINE int64_t num_panels(const dense_weight *w) { return (w->rows + PANEL - 1) / PANEL; }
+
+/* Panels of results, each made of one of the weight's or of two. */
+INLINE int64_t out_panels(const dense_op *op) { return op->gated ? num_panels(op->w) / 2 : num_panels(op->w); }
 
 /* Rows of a panel that exist. */
 INLINE int rows_of_panel(const dense_weight *w, int64_t panel) {
@@ -86,15 +93,15 @@ typedef struct {
 /* Panels that a chunk is made of: as many as are read side by side; of many tokens equal parts of a thread's share, of
  * floats so many that it pays to copy x.
  */
-INLINE int64_t chunk_unit(const dense_weight *w, int64_t num_tokens, int num_threads) {
+INLINE int64_t chunk_unit(const dense_op *op, int64_t num_tokens, int num_threads) {
     if (num_tokens <= FEW_TOKENS)
         return num_tokens == 1 ? MAX_SIDE_BY_SIDE : 2;
-    return equal_parts((num_panels(w) + num_threads - 1) / num_threads, w->kind >= DENSE_I8 ? 5 : 8);
+    return equal_parts((out_panels(op) + num_threads - 1) / num_threads, op->w->kind >= DENSE_I8 ? 5 : 8);
 }
 
 static int64_t dense_chunks(const dense_op *op, const native_step *step, int num_threads) {
     const dense_weight *w = op->w;
-    const int64_t panels = num_panels(w), tokens = step->num_tokens, numbers = panels * PANEL * w->columns;
+    const int64_t panels = out_panels(op), tokens = step->num_tokens, numbers = num_panels(w) * PANEL * w->columns;
     if (tokens == 0 || num_threads == 1)
         return tokens > 0;
     const int64_t flops_per_byte = w->kind >= DENSE_I8 ? 2 * FLOPS_PER_BYTE : FLOPS_PER_BYTE;
@@ -102,14 +109,14 @@ static int64_t dense_chunks(const dense_op *op, const native_step *step, int num
     if (cost < DENSE_SMALL)
         return 1;
     int64_t chunks = (tokens <= FEW_TOKENS ? 8 : 6) * (int64_t)num_threads;
-    const int64_t unit = chunk_unit(w, tokens, num_threads), units = (panels + unit - 1) / unit;
+    const int64_t unit = chunk_unit(op, tokens, num_threads), units = (panels + unit - 1) / unit;
     chunks = chunks < units ? chunks : units;
     return chunks < cost / DENSE_CHUNK_BYTES ? chunks : cost / DENSE_CHUNK_BYTES;
 }
 
 static void dense_chunk(const dense_op *op, const native_step *step, int64_t chunk, int64_t num_chunks,
                         float *scratch) {
-    const int64_t panels = num_panels(op->w), unit = step->num_tokens == 1 ? MAX_SIDE_BY_SIDE : 1;
+    const int64_t panels = out_panels(op), unit = step->num_tokens == 1 ? MAX_SIDE_BY_SIDE : 1;
     const int64_t units = (panels + unit - 1) / unit, first = chunk_start(units, chunk, num_chunks) * unit;
     int64_t end = chunk_start(units, chunk + 1, num_chunks) * unit;
     end = end < panels ? end : panels;

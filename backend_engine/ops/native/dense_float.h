@@ -32,7 +32,9 @@ INLINE vec from_bfloats(const uint16_t *from) {
 #endif
 }
 
-INLINE int64_t number_bytes(const int64_t kind) { return kind == DENSE_F32 ? 4 : kind == DENSE_I8 ? 1 : 2; }
+INLINE int64_t number_bytes(const int64_t kind) {
+    return kind == DENSE_F32 ? 4 : kind == DENSE_I8 || kind == DENSE_W8A8 ? 1 : 2;
+}
 
 /* LANES weights, of which `index` is the first. */
 INLINE vec load_weights(const int kind, const void *data, int64_t index) {

@@ -22,12 +22,6 @@ enum { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16, KV_E4M3, KV_E5M2, KV_INT8 };
 
 INLINE int64_t kv_number_bytes(int64_t kind) { return kind == KV_FLOAT32 ? 4 : kind <= KV_FLOAT16 ? 2 : 1; }
 
-INLINE float float_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 INLINE uint32_t bits_of_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -90,6 +90,12 @@ INLINE vec load(const float *from) {
 
 INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
+INLINE float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 INLINE vec broadcast(float value) { return value - (vec){0}; }
 
 INLINE vec multiply_add(vec a, vec b, vec c) {

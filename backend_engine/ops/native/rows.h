@@ -209,15 +209,15 @@ INLINE vec act_of(const int64_t act, vec x, vec up, const activation_op *op) {
     return result * up;
 }
 
-INLINE void activate_row(const int64_t act, const activation_op *op, const float *x, float *out) {
-    const float *up = x + op->width;
+INLINE void activate_as(const int64_t act, const activation_op *op, const float *x, const float *up, int64_t width,
+                        float *out) {
     const vec one = broadcast(1.0f);
     int64_t i = 0;
-    for (; i + LANES <= op->width; i += LANES)
+    for (; i + LANES <= width; i += LANES)
         store(out + i, act_of(act, load(x + i), op->gated ? load(up + i) : one, op));
-    if (i < op->width) {
+    if (i < width) {
         /* The rest as a vector of its own, so that a number's place changes nothing. */
-        const size_t rest = (size_t)(op->width - i) * sizeof(float);
+        const size_t rest = (size_t)(width - i) * sizeof(float);
         vec last = {0}, last_up = one;
         memcpy(&last, x + i, rest);
         if (op->gated)
@@ -227,17 +227,21 @@ INLINE void activate_row(const int64_t act, const activation_op *op, const float
     }
 }
 
+/* `width` numbers; up: those of the gated ones that they gate. */
+static void activate(const activation_op *op, const float *x, const float *up, int64_t width, float *out) {
+    switch (op->act) {
+    case ACT_SILU: activate_as(ACT_SILU, op, x, up, width, out); break;
+    case ACT_GELU_TANH: activate_as(ACT_GELU_TANH, op, x, up, width, out); break;
+    case ACT_GELU: activate_as(ACT_GELU, op, x, up, width, out); break;
+    case ACT_RELU: activate_as(ACT_RELU, op, x, up, width, out); break;
+    default: activate_as(ACT_CLAMPED_SWIGLU, op, x, up, width, out);
+    }
+}
+
 static void activation_chunk(const activation_op *op, const native_step *step, int64_t chunk, int64_t num_chunks) {
     FOR_TOKENS(step, chunk, num_chunks, token) {
         const float *x = op->x + token * op->x_stride;
-        float *out = op->out + token * op->width;
-        switch (op->act) {
-        case ACT_SILU: activate_row(ACT_SILU, op, x, out); break;
-        case ACT_GELU_TANH: activate_row(ACT_GELU_TANH, op, x, out); break;
-        case ACT_GELU: activate_row(ACT_GELU, op, x, out); break;
-        case ACT_RELU: activate_row(ACT_RELU, op, x, out); break;
-        default: activate_row(ACT_CLAMPED_SWIGLU, op, x, out);
-        }
+        activate(op, x, x + op->width, op->width, op->out + token * op->width);
     }
 }
 
