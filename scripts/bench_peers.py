@@ -60,7 +60,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=names("peer", RECIPES), default=list(RECIPES))
     parser.add_argument("--workloads", type=names("workload", WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--precisions", type=names("precision", OUR_WORKLOADS), default=["float", "int16", "int8"])
+    parser.add_argument(
+        "--precisions", type=names("precision", OUR_WORKLOADS), default=["float", "int16", "int8", "w8a8"]
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, besides the first (3)")
     parser.add_argument("--threads", type=int, default=common.usable_cores(), help="of every engine (all cores)")
     parser.add_argument("--output", type=Path, default=common.ROOT / "docs" / "performance")

@@ -20,6 +20,7 @@ from backend_engine.logger import get_logger
 from backend_engine.model_engine.model_backend import LoadedModel
 from backend_engine.models.causal_lm import CausalLM
 from backend_engine.models.model_inputs import ModelInputs
+from backend_engine.ops.fused_ops import fuse
 from backend_engine.ops.native_runtime import NativeRuntime, NativeStep, Recording, native_runtime
 
 log = get_logger(__name__)
@@ -52,6 +53,7 @@ class RecordedLayers:
         for result in results:
             self._runtime_check(result)
         if self.recording.why_not is None:
+            fuse(self.recording)
             self._x, self._ropes = x_in, ropes
             self._results = (self.recording.whole(results[0]), self.recording.whole(results[1]))
 

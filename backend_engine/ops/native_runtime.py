@@ -96,6 +96,16 @@ class Recording:
         """What was run, in order."""
         return self._ops
 
+    def replace(self, ops: Sequence[ctypes.Structure]) -> None:
+        """Run ``ops`` instead, which may read what those before them did, these themselves too."""
+        self._kept.append(self._ops)
+        self._ops, self._addresses = list(ops), None
+
+    def same_memory(self, address: int, other: int) -> bool:
+        """Whether both lie in the memory of one result."""
+        spans = ((array.ctypes.data, array.ctypes.data + array.nbytes) for array in self._memory)
+        return any(start <= address < stop and start <= other < stop for start, stop in spans)
+
     @property
     def num_bytes(self) -> int:
         """Memory of the results."""

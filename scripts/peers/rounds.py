@@ -55,10 +55,10 @@ PEERS = (
     Spec("llama-cpp", "Q8_0", "llama_server", ("W1",)),
     Spec("llama-cpp", "Q4_1", "llama_server", ("W1",)),
 )
-OUR_WORKLOADS = {"float": W1234, "float32": W1234, "int16": W1234, "int8": ("W1", "W2"), "int4": ("W1",)}
+OUR_WORKLOADS = {
+    "float": W1234, "float32": W1234, "int16": W1234, "int8": ("W1", "W2"), "w8a8": ("W1", "W2"), "int4": ("W1",),
+}  # fmt: skip
 REFERENCE = PEERS[0].label
-OUR_BUDGET = 96
-"""Ours in W4: enough tokens to compute as fast as with 128."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Outcome:
 
 def our_specs(precisions: Sequence[str]) -> list[Spec]:
     """Our engine in these precisions."""
-    return [Spec(OURS, precision, "inflight", OUR_WORKLOADS[precision], OUR_BUDGET) for precision in precisions]
+    return [Spec(OURS, precision, "inflight", OUR_WORKLOADS[precision]) for precision in precisions]
 
 
 class Rounds:

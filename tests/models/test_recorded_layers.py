@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from backend_engine.model_engine.recorded_layers import RecordedLayers
+from backend_engine.ops.native_runtime import OpKind
 from tests.support.engine_driver import EngineDriver
 from tests.support.parity import prompt
 from tests.support.tiny_models import TINY_MODELS, build_tiny_model
@@ -18,6 +19,25 @@ _BY_TORCH = ("Moe", "Mixtral", "Mamba", "Deepseek", "MiniMax", "GptOss", "Hybrid
 
 def recorded(driver: EngineDriver) -> RecordedLayers | None:
     return driver.engine.recorded_layers
+
+
+@pytest.mark.parametrize("precision", ["int16", "int8", "w8a8"])
+def test_products_of_integers_gate_their_results_themselves(precision: str, tmp_path: Path) -> None:
+    """In a model whose layers are whole panels there is no activation left, and the bits are the same."""
+    build_tiny_model("llama", tmp_path)
+    plain = EngineDriver(tmp_path, record_layers=False, weight_only_precision=precision)
+    driver = EngineDriver(tmp_path, weight_only_precision=precision)
+    layers = recorded(driver)
+    assert layers is not None
+    kinds = [OpKind(op.kind) for op in layers.recording.ops]
+    assert OpKind.DENSE in kinds and OpKind.ACTIVATION not in kinds
+    for engine in (driver, plain):
+        request = engine.add(0, prompt(45))
+        engine.step(context=[(request, 45)])
+        engine.step(generation=[request])
+    assert all(torch.equal(a, b) for a, b in zip(driver.logits[0], plain.logits[0], strict=True))
+    floats = recorded(EngineDriver(tmp_path))
+    assert floats is not None and OpKind.ACTIVATION in {OpKind(op.kind) for op in floats.recording.ops}
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

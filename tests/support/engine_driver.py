@@ -38,12 +38,13 @@ class EngineDriver:
         kv_dtype: str | None = None,
         operators: str = "native",
         record_layers: bool = True,
+        weight_only_precision: str = "auto",
     ) -> None:
         loaded = load_model(
             folder,
             dtype,
             "cpu",
-            Implementations(operators=operators),
+            Implementations(operators=operators, weight_only_precision=weight_only_precision),
             max_attention_window=max_attention_window,
             model_backend=model_backend,
         )
