@@ -80,15 +80,8 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
     int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED, all_seen = 1, finite = 1;
     for (int row = 0; row < s->num_rows; row++)
         all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
-#if HAS_AVX2 && LANES == 8
-    if (all_seen && s->num_rows <= FEW_ROWS && attend_few(op, s, tile, first, end, now, next))
-        return;
-#endif
-#define READ(kind)                                                                                                     \
-    read_keys(kind, op, now, next, first, end, s->keys);                                                               \
-    finite = read_values(kind, op, now, next, first, end, s->values, s->values_stride)
-    FOR_KV_KIND(op->pool_dtype, READ)
-#undef READ
+#define READ_KEYS(kind) read_keys(kind, op, now, next, first, end, s->keys)
+    FOR_KV_KIND(op->pool_dtype, READ_KEYS)
     const int widest = (s->num_rows + num_blocks - 1) / num_blocks;
     for (int64_t v = 0; v < num_vecs;) {
         const int vecs = next_vecs(widest, num_vecs - v);
@@ -101,6 +94,14 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
     }
     for (int row = 0; row < s->num_rows; row++)
         weigh(op, s, row, tile, num_vecs);
+#if HAS_AVX2 && LANES == 8
+    if (all_seen && s->num_rows <= FEW_ROWS && add_few_values(op, s, first, end, now, next))
+        return;
+#endif
+#define READ_VALUES(kind) finite = read_values(kind, op, now, next, first, end, s->values, s->values_stride)
+    FOR_KV_KIND(op->pool_dtype, READ_VALUES)
+#undef READ_KEYS
+#undef READ_VALUES
     /* Where a value that some do not see is infinite or no number, each query has its own keys alone. */
     if (!all_seen && !finite)
         num_blocks = s->num_rows;

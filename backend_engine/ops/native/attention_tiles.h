@@ -169,13 +169,33 @@ INLINE float factor_at(const int kind, const float *scales, int64_t place, float
     return kind == KV_INT8 ? scales[place] : kind == KV_E4M3 ? scale * 256 : scale;
 }
 
-/* The share of positions i to stop of the tile that is worked on. To the second level of the cache. */
-INLINE void fetch(const tile_ahead *ahead, int64_t plane_offset, int64_t i, int64_t stop) {
-    const int64_t count = ahead->end - ahead->first, end = ahead->first + count * stop / KEY_TILE;
-    for (int64_t key = ahead->first + count * i / KEY_TILE; key < end; key++) {
-        const char *from = ahead->pool + (ahead->places->at[key] + plane_offset) * ahead->vector_bytes;
-        for (int64_t byte = 0; byte < ahead->bytes; byte += 64)
-            __builtin_prefetch(from + byte, 0, 2);
+/* What is read ahead, one plane of `ahead`, in small portions: so many lines at once would keep the processor from going
+ * on. To the second level of the cache.
+ */
+typedef struct {
+    const tile_ahead *ahead;
+    int64_t plane_offset, key, bytes_left;
+    const char *from;
+    int lines; /* of a portion */
+} fetch_cursor;
+
+INLINE fetch_cursor fetch_in(const tile_ahead *ahead, int64_t plane_offset, int64_t portions) {
+    const int64_t lines = (ahead->end - ahead->first) * ((ahead->bytes + 63) / 64);
+    return (fetch_cursor){ahead, plane_offset, ahead->first, 0, 0, (int)((lines + portions - 1) / portions)};
+}
+
+INLINE void fetch_portion(fetch_cursor *at) {
+    for (int line = 0; line < at->lines; line++) {
+        if (at->bytes_left <= 0) {
+            if (at->key == at->ahead->end)
+                return;
+            const int64_t vector = at->ahead->places->at[at->key++] + at->plane_offset;
+            at->from = at->ahead->pool + vector * at->ahead->vector_bytes;
+            at->bytes_left = at->ahead->bytes;
+        }
+        __builtin_prefetch(at->from, 0, 2);
+        at->from += 64;
+        at->bytes_left -= 64;
     }
 }
 
@@ -183,16 +203,18 @@ INLINE void fetch(const tile_ahead *ahead, int64_t plane_offset, int64_t i, int6
 INLINE void read_keys(const int kind, const attend_op *op, const tile_places *now, const tile_ahead *next,
                       int64_t first, int64_t end, float *keys) {
     const int64_t dim = op->head_dim, bytes = dim * kv_number_bytes(kind);
+    const int64_t begin = first / 8 * 8, stop = (end + LANES - 1) / LANES * LANES;
     const char *pool = op->pool;
-    for (int64_t i = first / 8 * 8; i < (end + LANES - 1) / LANES * LANES; i += 8) {
+    fetch_cursor cursor = fetch_in(next, 0, (stop - begin) / 8 * (dim / 8));
+    for (int64_t i = begin; i < stop; i += 8) {
         const char *from[8];
         float factors[8];
         for (int j = 0; j < 8; j++) {
             from[j] = pool + now->at[i + j] * bytes;
             factors[j] = factor_at(kind, op->pool_scales, now->at[i + j], op->k_scale);
         }
-        fetch(next, 0, i, i + 8);
         for (int64_t d = 0; d < dim; d += 8) {
+            fetch_portion(&cursor);
 #if HAS_AVX2
             __m256 rows[8];
             for (int j = 0; j < 8; j++)
@@ -219,10 +241,11 @@ INLINE int read_values(const int kind, const attend_op *op, const tile_places *n
 #else
     int32_t differences = 0;
 #endif
+    fetch_cursor cursor = fetch_in(next, now->to_values, end - first);
     for (int64_t i = first; i < end; i++) {
         const int64_t place = now->at[i] + now->to_values;
         const float factor = factor_at(kind, op->pool_scales, place, op->v_scale);
-        fetch(next, now->to_values, i, i + 1);
+        fetch_portion(&cursor);
         for (int64_t d = 0; d < dim; d += 8) {
 #if HAS_AVX2
             const __m256 some = eight_kv_numbers(kind, pool + place * bytes, d, factor);
@@ -316,71 +339,10 @@ static void weigh(const attend_op *op, attended *s, int row, int64_t tile, int64
     s->sum[row] += sum_of(sum);
 }
 
-/* ---- few queries that see all of a tile: keys and values are taken as they come, nothing is kept ------------------ */
+/* ---- few queries that see all of a tile: values are taken as they come, nothing is kept --------------------------- */
 
 #if HAS_AVX2 && LANES == 8
 #define FEW_ROWS 4
-
-/* What `fetch` reads, in small portions: so many lines at once would keep the processor from going on. */
-typedef struct {
-    const tile_ahead *ahead;
-    int64_t plane_offset, key, byte;
-    int lines; /* of a portion */
-} fetch_cursor;
-
-INLINE fetch_cursor fetch_in(const tile_ahead *ahead, int64_t plane_offset, int64_t portions) {
-    const int64_t lines = (ahead->end - ahead->first) * ((ahead->bytes + 63) / 64);
-    return (fetch_cursor){ahead, plane_offset, ahead->first, 0, (int)((lines + portions - 1) / portions)};
-}
-
-INLINE void fetch_portion(fetch_cursor *at) {
-    const tile_ahead *ahead = at->ahead;
-    for (int line = 0; line < at->lines && at->key < ahead->end; line++) {
-        const int64_t vector = ahead->places->at[at->key] + at->plane_offset;
-        __builtin_prefetch(ahead->pool + vector * ahead->vector_bytes + at->byte, 0, 2);
-        at->byte += 64;
-        if (at->byte >= ahead->bytes) {
-            at->byte = 0;
-            at->key++;
-        }
-    }
-}
-
-/* Scores as `product` makes them. Several groups of eight keys take turns, so that the sums do not wait. */
-INLINE void score_few(const int kind, const int rows, const attend_op *op, attended *s, const tile_places *now,
-                      const tile_ahead *next, int64_t end) {
-    enum { MOST_GROUPS = 4 };
-    const int groups = rows == 1 ? MOST_GROUPS : 2;
-    const int64_t dim = op->head_dim, bytes = dim * kv_number_bytes(kind);
-    fetch_cursor cursor = fetch_in(next, 0, (end + 8 * groups - 1) / (8 * groups) * (dim / 8));
-    for (int64_t i = 0; i < end; i += 8 * groups) {
-        const char *from[8 * MOST_GROUPS];
-        float factors[8 * MOST_GROUPS];
-        __m256 total[FEW_ROWS][MOST_GROUPS];
-        for (int j = 0; j < 8 * groups; j++) {
-            from[j] = (const char *)op->pool + now->at[i + j] * bytes;
-            factors[j] = factor_at(kind, op->pool_scales, now->at[i + j], op->k_scale);
-        }
-        for (int r = 0; r < rows; r++)
-            for (int g = 0; g < groups; g++)
-                total[r][g] = _mm256_setzero_ps();
-        for (int64_t d = 0; d < dim; d += 8) {
-            fetch_portion(&cursor);
-            for (int g = 0; g < groups; g++) {
-                __m256 keys[8];
-                for (int j = 0; j < 8; j++)
-                    keys[j] = eight_kv_numbers(kind, from[8 * g + j], d, factors[8 * g + j]);
-                transpose_eight(keys);
-                for (int j = 0; j < 8; j++)
-                    for (int r = 0; r < rows; r++)
-                        total[r][g] = _mm256_fmadd_ps(_mm256_broadcast_ss(s->q + r * dim + d + j), keys[j], total[r][g]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int g = 0; g < groups; g++)
-                _mm256_storeu_ps(s->weights + r * KEY_TILE + i + 8 * g, total[r][g]);
-    }
-}
 
 INLINE void add_few_columns(const int kind, const int rows, const int vecs, const attend_op *op, attended *s,
                             const tile_places *now, fetch_cursor *cursor, int64_t first, int64_t end,
@@ -421,39 +383,30 @@ INLINE void add_few(const int kind, const int rows, const attend_op *op, attende
         add_few_columns(kind, rows, 1, op, s, now, &cursor, first, end, column);
 }
 
-INLINE void attend_few_of(const int kind, const int rows, const attend_op *op, attended *s, int64_t tile, int64_t first,
-                          int64_t end, const tile_places *now, const tile_ahead *next) {
-    score_few(kind, rows, op, s, now, next, end);
-    for (int r = 0; r < rows; r++)
-        weigh(op, s, r, tile, (end + LANES - 1) / LANES);
-    add_few(kind, rows, op, s, now, next, first, end);
-}
-
-#define ATTEND_FEW(kind)                                                                                               \
-    static __attribute__((noinline)) void attend_few_##kind(const attend_op *op, attended *s, int64_t tile,            \
-                                                            int64_t first, int64_t end, const tile_places *now,        \
-                                                            const tile_ahead *next) {                                  \
+#define ADD_FEW(kind)                                                                                                  \
+    static __attribute__((noinline)) void add_few_##kind(const attend_op *op, attended *s, int64_t first, int64_t end, \
+                                                         const tile_places *now, const tile_ahead *next) {             \
         switch (s->num_rows) {                                                                                         \
-        case 1: attend_few_of(kind, 1, op, s, tile, first, end, now, next); break;                                     \
-        case 2: attend_few_of(kind, 2, op, s, tile, first, end, now, next); break;                                     \
-        case 3: attend_few_of(kind, 3, op, s, tile, first, end, now, next); break;                                     \
-        default: attend_few_of(kind, 4, op, s, tile, first, end, now, next);                                           \
+        case 1: add_few(kind, 1, op, s, now, next, first, end); break;                                                 \
+        case 2: add_few(kind, 2, op, s, now, next, first, end); break;                                                 \
+        case 3: add_few(kind, 3, op, s, now, next, first, end); break;                                                 \
+        default: add_few(kind, 4, op, s, now, next, first, end);                                                       \
         }                                                                                                              \
     }
-ATTEND_FEW(KV_FLOAT32)
-ATTEND_FEW(KV_BFLOAT16)
-ATTEND_FEW(KV_FLOAT16)
-ATTEND_FEW(KV_INT8)
-#undef ATTEND_FEW
+ADD_FEW(KV_FLOAT32)
+ADD_FEW(KV_BFLOAT16)
+ADD_FEW(KV_FLOAT16)
+ADD_FEW(KV_INT8)
+#undef ADD_FEW
 
 /* Whether it was done: numbers that are slow to read are read once for all queries. */
-INLINE int attend_few(const attend_op *op, attended *s, int64_t tile, int64_t first, int64_t end,
-                      const tile_places *now, const tile_ahead *next) {
+INLINE int add_few_values(const attend_op *op, attended *s, int64_t first, int64_t end, const tile_places *now,
+                          const tile_ahead *next) {
     switch (op->pool_dtype) {
-    case KV_FLOAT32: attend_few_KV_FLOAT32(op, s, tile, first, end, now, next); return 1;
-    case KV_BFLOAT16: attend_few_KV_BFLOAT16(op, s, tile, first, end, now, next); return 1;
-    case KV_FLOAT16: attend_few_KV_FLOAT16(op, s, tile, first, end, now, next); return 1;
-    case KV_INT8: attend_few_KV_INT8(op, s, tile, first, end, now, next); return 1;
+    case KV_FLOAT32: add_few_KV_FLOAT32(op, s, first, end, now, next); return 1;
+    case KV_BFLOAT16: add_few_KV_BFLOAT16(op, s, first, end, now, next); return 1;
+    case KV_FLOAT16: add_few_KV_FLOAT16(op, s, first, end, now, next); return 1;
+    case KV_INT8: add_few_KV_INT8(op, s, first, end, now, next); return 1;
     default: return 0;
     }
 }
