@@ -23,9 +23,9 @@
 
 enum { DENSE_F32, DENSE_F16, DENSE_BF16, DENSE_I8, DENSE_I16, DENSE_W8A8 };
 
-/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, or [rows / 16][columns / 2][16][2] of int8 or int16,
- * or [rows / 16][columns / 4][16][4] of W8A8, 128 higher; rows and columns rounded up, with zeros. scales: of int8 [rows rounded up], of int16 [rows / 16][blocks][16]; bias (or
- * NULL): [rows rounded up].
+/* data: [rows / 16][columns][16] of float32, float16 or bfloat16, [rows / 16][columns / 2][16][2] of int8 or int16, or
+ * [rows / 16][columns / 4][16][4] of W8A8, 128 higher; rows and columns rounded up, with zeros. scales: of int8 and W8A8
+ * [rows rounded up], of int16 [rows / 16][blocks][16]; bias (or NULL): [rows rounded up].
  */
 typedef struct {
     int64_t rows, columns, kind;
@@ -33,7 +33,7 @@ typedef struct {
     const float *scales, *bias;
 } dense_weight;
 
-/* rounded: of integers, what round_op made of x, for more than one token; of others NULL. gated (of integers, else NULL):
+/* rounded: of integers, what round_op made of x, for more than one token; of others NULL. gated (of integers, or NULL):
  * what is made of the results before they are written; the first half of the rows gates the second, both are whole
  * panels, and out has half as many numbers.
  */

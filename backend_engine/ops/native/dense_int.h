@@ -76,6 +76,19 @@ typedef void (*range_function)(const int_range *, fetch_plan);
 
 /* ---- what both share --------------------------------------------------------------------------------------------- */
 
+INLINE int32_t largest_of(ivec v) {
+#if HAS_AVX2 && LANES == 8
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#else
+    int32_t largest = v[0];
+    for (int lane = 1; lane < LANES; lane++)
+        largest = v[lane] > largest ? v[lane] : largest;
+    return largest;
+#endif
+}
+
 /* The bits of the largest magnitude; they order as the numbers do, with infinity and NaN last. */
 INLINE int32_t peak_bits(const float *x, int64_t columns) {
     ivec peaks[2] = {{0}, {0}};
@@ -85,10 +98,7 @@ INLINE int32_t peak_bits(const float *x, int64_t columns) {
             const ivec bits = (ivec)load(x + i + k * LANES) & 0x7fffffff;
             peaks[k] = (ivec)choose(bits > peaks[k], (vec)bits, (vec)peaks[k]);
         }
-    int32_t peak = 0;
-    for (int k = 0; k < 2; k++)
-        for (int lane = 0; lane < LANES; lane++)
-            peak = peaks[k][lane] > peak ? peaks[k][lane] : peak;
+    int32_t peak = largest_of((ivec)choose(peaks[0] > peaks[1], (vec)peaks[0], (vec)peaks[1]));
     for (; i < columns; i++) {
         int32_t bits;
         memcpy(&bits, x + i, sizeof bits);

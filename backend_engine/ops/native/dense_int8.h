@@ -4,8 +4,8 @@
  * token's numbers finer scales than a block's at no cost: 32 columns have a factor of their own, a whole number, with
  * which their sums are multiplied as they are widened.
  *
- * A weight's codes are kept 128 higher, so that they have no sign, as the instruction wants it. The sums then begin with
- * what that adds, taken away: 128 times the sum of a token's codes times factors.
+ * A weight's codes are kept 128 higher, so that they have no sign, as the instruction wants it. What that adds, 128 times
+ * the sum of a token's codes times factors, is taken away before: with it the sums begin.
  */
 #ifndef INFLIGHT_DENSE_INT8_H
 #define INFLIGHT_DENSE_INT8_H
@@ -20,26 +20,30 @@ INLINE int64_t byte_words(int64_t unit) { return unit + (unit + PART / 4 - 1) / 
 
 /* ---- tokens ------------------------------------------------------------------------------------------------------ */
 
-/* Codes of a part, rounded to the nearest (ties to even); returns their sum. codes: [PART], zeros behind the last. */
-INLINE int32_t round_part(const float *x, int64_t columns, float factor, int8_t *codes) {
+/* Codes of a part, rounded to the nearest (ties to even); returns what add up to their sum. codes: [PART], zeros behind
+ * the last.
+ */
+INLINE ivec round_part(const float *x, int64_t columns, float factor, int8_t *codes) {
     const float magic = 12582912.0f; /* added, it leaves an integer in the lower bits */
-    int32_t sum = 0, wide[PART] = {0};
-    if (columns == PART)
-        for (int64_t i = 0; i < PART; i += LANES) {
-            const ivec code = (ivec)(load(x + i) * factor + magic) - 0x4b400000;
-            memcpy(wide + i, &code, sizeof code);
-        }
-    else
-        for (int64_t i = 0; i < columns; i++) {
-            const float shifted = x[i] * factor + magic;
-            memcpy(wide + i, &shifted, sizeof shifted);
-            wide[i] -= 0x4b400000;
-        }
-    for (int64_t i = 0; i < PART; i++) {
-        codes[i] = (int8_t)wide[i];
-        sum += wide[i];
+    ivec wide[PART / LANES], sums = {0};
+    float some[PART] = {0};
+    if (columns < PART)
+        x = memcpy(some, x, (size_t)columns * sizeof(float));
+    for (int i = 0; i < PART / LANES; i++) {
+        wide[i] = (ivec)(load(x + i * LANES) * factor + magic) - 0x4b400000;
+        sums += wide[i];
     }
-    return sum;
+#if HAS_AVX2 && LANES == 8
+    const __m256i halves[2] = {_mm256_packs_epi32((__m256i)wide[0], (__m256i)wide[1]),
+                               _mm256_packs_epi32((__m256i)wide[2], (__m256i)wide[3])};
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves[0], halves[1]), order);
+    _mm256_storeu_si256((__m256i *)codes, bytes);
+#else
+    for (int i = 0; i < PART; i++)
+        codes[i] = (int8_t)wide[i / LANES][i % LANES];
+#endif
+    return sums;
 }
 
 /* A block of a token of a group of `tokens`; out: its first word; scale: where its scale goes, and behind it what the
@@ -55,7 +59,7 @@ INLINE void round_block_to_bytes(const float *x, int64_t columns, float *out, in
     const int is_finite = top < 0x7f800000, is_zero = !is_finite || float_of_bits((uint32_t)top) < SMALLEST_PEAK;
     const float peak = is_zero ? 1.0f : float_of_bits((uint32_t)top);
     const float of_peak = BYTE_FACTOR / peak, all = (float)(BYTE_CODE * BYTE_FACTOR) / peak;
-    uint32_t sum = 0;
+    ivec sums = {0};
     for (int64_t p = 0; p < parts; p++) {
         const int64_t length = columns - p * PART < PART ? columns - p * PART : PART;
         const float wanted = is_zero ? 1.0f : ceilf(float_of_bits((uint32_t)peaks[p]) * of_peak);
@@ -63,13 +67,15 @@ INLINE void round_block_to_bytes(const float *x, int64_t columns, float *out, in
         const int16_t twice[2] = {(int16_t)factor, (int16_t)factor};
         int8_t codes[PART] = {0};
         if (!is_zero)
-            sum += (uint32_t)(factor * round_part(x + p * PART, length, all / (float)factor, codes));
+            sums += round_part(x + p * PART, length, all / (float)factor, codes) * factor;
         float *words = out + p * PART_WORDS * tokens;
         memcpy(words, twice, sizeof twice);
         for (int64_t i = 0; i < num_units(DENSE_W8A8, length); i++)
             memcpy(words + (1 + i) * tokens, codes + 4 * i, 4);
     }
-    const uint32_t start = 0u - 128u * sum;
+    uint32_t start = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        start -= 128u * (uint32_t)sums[lane];
     scale[0] = is_zero ? (is_finite ? 0.0f : NAN) : peak / (float)(BYTE_CODE * BYTE_FACTOR);
     memcpy(scale + tokens, &start, sizeof start);
 }
@@ -95,8 +101,8 @@ INLINE weight_quads load_quads(const void *data) { return _mm256_loadu_si256((co
 
 typedef int32_t __attribute__((may_alias)) token_word;
 
-INLINE void add_byte_products(int_sums *low, int_sums *high, weight_quads w_low, weight_quads w_high, const float *codes,
-                              const float *factor) {
+INLINE void add_byte_products(int_sums *low, int_sums *high, weight_quads w_low, weight_quads w_high,
+                              const float *codes, const float *factor) {
     __m256i token, product, factors;
     __asm__("vpbroadcastd %[codes], %[token]\n\t"
             "vpbroadcastd %[factor], %[factors]\n\t"
@@ -118,8 +124,8 @@ typedef struct {
 
 INLINE weight_quads load_quads(const void *data) { return (weight_quads){data}; }
 
-INLINE void add_byte_products(int_sums *low, int_sums *high, weight_quads w_low, weight_quads w_high, const float *codes,
-                              const float *factor) {
+INLINE void add_byte_products(int_sums *low, int_sums *high, weight_quads w_low, weight_quads w_high,
+                              const float *codes, const float *factor) {
     int8_t x[4];
     int16_t by;
     memcpy(x, codes, sizeof x);

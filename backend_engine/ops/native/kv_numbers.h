@@ -105,6 +105,47 @@ INLINE uint16_t to_bfloat16(float value) {
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* int8: the nearest of 255 numbers, the largest magnitude / 127 apart; returns that, or NaN if there is one. */
+INLINE float write_int8_numbers(int8_t *to, const float *from, int64_t length) {
+    const float highest = (float)((double)FLT_MAX / 127 * (1 - 0x1p-20));
+    float largest = 0;
+    int has_nan = 0;
+    int64_t i = 0;
+#if HAS_AVX2
+    __m256 peaks = _mm256_setzero_ps(), is_nan = _mm256_setzero_ps();
+    for (; i + 8 <= length; i += 8) {
+        const __m256 some = _mm256_loadu_ps(from + i);
+        peaks = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), some), peaks); /* of NaN and a peak the peak */
+        is_nan = _mm256_or_ps(is_nan, _mm256_cmp_ps(some, some, _CMP_UNORD_Q));
+    }
+    for (int lane = 0; lane < 8; lane++)
+        largest = peaks[lane] > largest ? peaks[lane] : largest;
+    has_nan = _mm256_movemask_ps(is_nan) != 0;
+#endif
+    for (; i < length; i++) {
+        const float magnitude = float_of_bits(bits_of_float(from[i]) & 0x7fffffff);
+        largest = magnitude > largest ? magnitude : largest;
+        has_nan |= from[i] != from[i];
+    }
+    const float exact = largest / 127.0f, factor = exact < FLT_MIN ? FLT_MIN : exact > highest ? highest : exact;
+    i = 0;
+#if HAS_AVX2
+    const __m256 most = _mm256_set1_ps(127.0f), least = _mm256_set1_ps(-127.0f);
+    for (; i + 8 <= length; i += 8) {
+        const __m256 units = _mm256_div_ps(_mm256_loadu_ps(from + i), _mm256_set1_ps(factor));
+        const __m256 numbers = _mm256_and_ps(units, _mm256_cmp_ps(units, units, _CMP_ORD_Q));
+        const __m256i codes = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(numbers, most), least)); /* ties to even */
+        const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+        _mm_storel_epi64((__m128i *)(to + i), _mm_packs_epi16(halves, halves));
+    }
+#endif
+    for (; i < length; i++) {
+        const float units = from[i] / factor, bounded = units > 127 ? 127 : units >= -127 ? units : units < 0 ? -127 : 0;
+        to[i] = (int8_t)(int32_t)(bounded + 0x1.8p23f - 0x1.8p23f);
+    }
+    return has_nan ? NAN : factor;
+}
+
 /* `length` numbers, their codes and the factor that the codes are read with; `scale` is that of an fp8 cache. */
 INLINE float write_kv_numbers(const int kind, void *to, const float *from, int64_t length, float scale) {
     if (kind == KV_FLOAT32)
@@ -129,21 +170,7 @@ INLINE float write_kv_numbers(const int kind, void *to, const float *from, int64
     if (kind == KV_E5M2)
         for (int64_t i = 0; i < length; i++)
             ((uint8_t *)to)[i] = (uint8_t)to_small_float(from[i] / scale, 2, 15, 57344.0f, 0x7f);
-    if (kind != KV_INT8)
-        return scale;
-    const float highest = (float)((double)FLT_MAX / 127 * (1 - 0x1p-20));
-    float largest = 0, nan = 0;
-    for (int64_t i = 0; i < length; i++) {
-        const float magnitude = float_of_bits(bits_of_float(from[i]) & 0x7fffffff);
-        largest = magnitude > largest ? magnitude : largest;
-        nan = from[i] != from[i] ? from[i] : nan;
-    }
-    const float exact = largest / 127.0f, factor = exact < FLT_MIN ? FLT_MIN : exact > highest ? highest : exact;
-    for (int64_t i = 0; i < length; i++) {
-        const float units = from[i] / factor, bounded = units > 127 ? 127 : units >= -127 ? units : units < 0 ? -127 : 0;
-        ((int8_t *)to)[i] = (int8_t)(int32_t)(bounded + 0x1.8p23f - 0x1.8p23f);
-    }
-    return nan != nan ? nan : factor;
+    return kind == KV_INT8 ? write_int8_numbers(to, from, length) : scale;
 }
 
 #endif
