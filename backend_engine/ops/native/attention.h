@@ -73,16 +73,15 @@ static void add_values(attended *s, int row, int stop, int64_t tile, int64_t col
                                      s->out + row * s->out_stride + column, s->out_stride, 1);
 }
 
-/* One tile: its positions first to end are seen by some query. */
-static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t first, int64_t end,
-                        const tile_places *now, const tile_ahead *next) {
+/* The scores of all queries with a tile. */
+static void score_tile(const attend_op *op, attended *s, int64_t first, int64_t end, const tile_places *now,
+                       const tile_ahead *next) {
+    const int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED;
+    const int widest = (s->num_rows + num_blocks - 1) / num_blocks;
     const int64_t num_vecs = (end + LANES - 1) / LANES;
-    int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED, all_seen = 1, finite = 1;
-    for (int row = 0; row < s->num_rows; row++)
-        all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
 #define READ_KEYS(kind) read_keys(kind, op, now, next, first, end, s->keys)
     FOR_KV_KIND(op->pool_dtype, READ_KEYS)
-    const int widest = (s->num_rows + num_blocks - 1) / num_blocks;
+#undef READ_KEYS
     for (int64_t v = 0; v < num_vecs;) {
         const int vecs = next_vecs(widest, num_vecs - v);
         for (int block = 0; block < num_blocks; block++) {
@@ -92,15 +91,31 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
         }
         v += vecs;
     }
+}
+
+/* One tile: its positions first to end are seen by some query. */
+static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t first, int64_t end,
+                        const tile_places *now, const tile_ahead *next) {
+    const int64_t num_vecs = (end + LANES - 1) / LANES;
+    int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED, all_seen = 1, finite = 1;
+    for (int row = 0; row < s->num_rows; row++)
+        all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
+    const int is_few = HAS_AVX2 && LANES == 8 && all_seen && s->num_rows <= FEW_ROWS;
+    const int widest = (s->num_rows + num_blocks - 1) / num_blocks;
+    if (!is_few || op->pool_dtype != KV_FLOAT32)
+        score_tile(op, s, first, end, now, next);
+#if HAS_AVX2 && LANES == 8
+    else
+        score_few_floats(op, s, now, next, end);
+#endif
     for (int row = 0; row < s->num_rows; row++)
         weigh(op, s, row, tile, num_vecs);
 #if HAS_AVX2 && LANES == 8
-    if (all_seen && s->num_rows <= FEW_ROWS && add_few_values(op, s, first, end, now, next))
+    if (is_few && add_few_values(op, s, first, end, now, next))
         return;
 #endif
 #define READ_VALUES(kind) finite = read_values(kind, op, now, next, first, end, s->values, s->values_stride)
     FOR_KV_KIND(op->pool_dtype, READ_VALUES)
-#undef READ_KEYS
 #undef READ_VALUES
     /* Where a value that some do not see is infinite or no number, each query has its own keys alone. */
     if (!all_seen && !finite)

@@ -341,8 +341,53 @@ static void weigh(const attend_op *op, attended *s, int row, int64_t tile, int64
 
 /* ---- few queries that see all of a tile: values are taken as they come, nothing is kept --------------------------- */
 
-#if HAS_AVX2 && LANES == 8
 #define FEW_ROWS 4
+
+#if HAS_AVX2 && LANES == 8
+/* Scores as `product` makes them, of float32 keys, for which a tile of their own would be as large as they are. Several
+ * groups of eight keys take turns, so that the sums do not wait.
+ */
+INLINE void score_floats(const int rows, const attend_op *op, attended *s, const tile_places *now,
+                         const tile_ahead *next, int64_t end) {
+    enum { MOST_GROUPS = 4 };
+    const int groups = rows == 1 ? MOST_GROUPS : 2;
+    const int64_t dim = op->head_dim, bytes = dim * (int64_t)sizeof(float);
+    fetch_cursor cursor = fetch_in(next, 0, (end + 8 * groups - 1) / (8 * groups) * (dim / 8));
+    for (int64_t i = 0; i < end; i += 8 * groups) {
+        const char *from[8 * MOST_GROUPS];
+        __m256 total[FEW_ROWS][MOST_GROUPS];
+        for (int j = 0; j < 8 * groups; j++)
+            from[j] = (const char *)op->pool + now->at[i + j] * bytes;
+        for (int r = 0; r < rows; r++)
+            for (int g = 0; g < groups; g++)
+                total[r][g] = _mm256_setzero_ps();
+        for (int64_t d = 0; d < dim; d += 8) {
+            fetch_portion(&cursor);
+            for (int g = 0; g < groups; g++) {
+                __m256 keys[8];
+                for (int j = 0; j < 8; j++)
+                    keys[j] = _mm256_loadu_ps((const float *)from[8 * g + j] + d);
+                transpose_eight(keys);
+                for (int j = 0; j < 8; j++)
+                    for (int r = 0; r < rows; r++)
+                        total[r][g] = _mm256_fmadd_ps(_mm256_broadcast_ss(s->q + r * dim + d + j), keys[j], total[r][g]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int g = 0; g < groups; g++)
+                _mm256_storeu_ps(s->weights + r * KEY_TILE + i + 8 * g, total[r][g]);
+    }
+}
+
+static void score_few_floats(const attend_op *op, attended *s, const tile_places *now, const tile_ahead *next,
+                             int64_t end) {
+    switch (s->num_rows) {
+    case 1: score_floats(1, op, s, now, next, end); break;
+    case 2: score_floats(2, op, s, now, next, end); break;
+    case 3: score_floats(3, op, s, now, next, end); break;
+    default: score_floats(4, op, s, now, next, end);
+    }
+}
 
 INLINE void add_few_columns(const int kind, const int rows, const int vecs, const attend_op *op, attended *s,
                             const tile_places *now, fetch_cursor *cursor, int64_t first, int64_t end,
