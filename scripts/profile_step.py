@@ -5,10 +5,10 @@
     python scripts/profile_step.py --batch 16 --prompt 512 --weight-only-precision int8
     python scripts/profile_step.py --prompt 512 --steps 1 --weight-only-precision int16
 
-Runs ``--batch`` requests of ``--prompt`` tokens for ``--steps`` tokens. Stages: means over the steps with no prompt in
-them; with ``--steps 1`` there are none, and it is the prompts' steps that are told of. Operations: the layers of the
-last step are run again, operation by operation (recorded layers, on a CPU). Prints tables and, last, one JSON line; in
-it, too, how fast memory was read before.
+Runs ``--batch`` requests of ``--prompt`` tokens for ``--steps`` tokens; their prompts are computed before, so that all
+begin and end together. Stages: means over the steps with no prompt in them; with ``--steps 1`` there are none, and it
+is the prompts' steps that are told of. Operations: the layers of the last step are run again, operation by operation
+(recorded layers, on a CPU). Prints tables and, last, one JSON line; in it, too, how fast memory was read before.
 """
 
 import argparse
@@ -49,7 +49,10 @@ def main() -> None:
             kv_cache_config=KvCacheConfig(max_tokens=options.batch * (length + 64)),
         )
     )
-    run(engine.executor, options)
+    engine.executor.start()
+    if options.steps > 1:
+        run(engine.executor, options, 1)
+    run(engine.executor, options, options.steps)
     steps = [s for s in engine.executor.recent_iterations() if is_told_of(s, options)]
     stages = {stage: statistics.fmean(getattr(step, stage) for step in steps) for stage in STAGES}
     common.print_table(["stage", "ms a step"], [[name.removesuffix("_ms"), f"{ms:.2f}"] for name, ms in stages.items()])
@@ -75,8 +78,8 @@ def is_told_of(step: Any, options: argparse.Namespace) -> bool:
     return bool(step.num_context == 0 and step.num_generation == options.batch)
 
 
-def run(executor: Any, options: argparse.Namespace) -> None:
-    """All requests from beginning to end."""
+def run(executor: Any, options: argparse.Namespace, steps: int) -> None:
+    """All requests from beginning to end, each for ``steps`` tokens; the same ones each time."""
     from backend_engine.config.sampling_params import SamplingParams
     from backend_engine.core.request import LlmRequest, StopConditions
 
@@ -89,8 +92,7 @@ def run(executor: Any, options: argparse.Namespace) -> None:
     vocab_size = executor._model_engine.vocab_size
     rng = random.Random(1)
     prompts = [rng.choices(range(vocab_size), k=options.prompt) for _ in range(options.batch)]
-    executor.start()
-    stop = StopConditions(options.steps)
+    stop = StopConditions(steps)
     executor.enqueue([LlmRequest(i + 1, ids, SamplingParams(), stop, sink) for i, ids in enumerate(prompts)])
     for _ in prompts:
         left.acquire()

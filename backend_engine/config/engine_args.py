@@ -30,8 +30,8 @@ class EngineArgs:
     ``auto`` (native on a CPU). weight_only_precision: the form in which plain weights stay in a CPU's memory: ``auto``
     (that of dtype), ``float16``, ``bfloat16``, ``int16`` (a scale for 64 numbers of a row), ``int8`` (one for each
     row), ``w8a8`` (as int8, and tokens have 7 bits). Floats are computed with in float32, integers in integers.
-    batch_invariant: whether logits must have the same
-    bits whatever is computed beside them; ``None`` = where it can be had, true refuses to start where it cannot.
+    batch_invariant: whether logits must have the same bits whatever is computed beside them; ``None`` = where it can be
+    had, true refuses to start where it cannot.
     record_layers: whether the layers' operations are recorded at start and run as one call, on a CPU with native
     operators.
     plugins: modules, .py files and package folders with plugins, besides those of installed packages, which ``none``
