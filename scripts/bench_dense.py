@@ -18,7 +18,8 @@ NUM_TOKENS = (1, 4, 16, 64, 256)
 SECONDS = 0.4  # to measure one shape and number of tokens for, at least three rounds
 # Bytes of a number as each contender stores it.
 NUMBER_BYTES = {
-    "F.linear": 4, "oneDNN": 4, "FBGEMM fp16": 2, "FBGEMM int8": 1, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I16": 2,
+    "F.linear": 4, "oneDNN": 4, "FBGEMM fp16": 2, "FBGEMM int8": 1,
+    "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I16": 2, "W8A8": 1,
 }  # fmt: skip
 
 
