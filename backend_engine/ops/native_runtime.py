@@ -103,8 +103,7 @@ class Recording:
 
     def same_memory(self, address: int, other: int) -> bool:
         """Whether both lie in the memory of one result."""
-        spans = ((array.ctypes.data, array.ctypes.data + array.nbytes) for array in self._memory)
-        return any(start <= address < stop and start <= other < stop for start, stop in spans)
+        return any(start <= address < stop and start <= other < stop for start, stop in self._spans())
 
     @property
     def num_bytes(self) -> int:
@@ -144,8 +143,11 @@ class Recording:
     def holds(self, x: Tensor) -> bool:
         """Whether ``x`` lies in the memory of results, or in what was adopted."""
         address = x.data_ptr()
-        own = ((array.ctypes.data, array.ctypes.data + array.nbytes) for array in self._memory)
-        return any(start <= address < stop for start, stop in (*own, *self._adopted))
+        return any(start <= address < stop for start, stop in (*self._spans(), *self._adopted))
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """First address of each result's memory, and the one behind it."""
+        return ((array.ctypes.data, array.ctypes.data + array.nbytes) for array in self._memory)
 
     def addresses(self) -> "ctypes.Array[ctypes.c_void_p]":
         """Of all operations."""
