@@ -28,7 +28,8 @@ def contenders(shape: tuple[int, int]) -> dict[str, Callable[[Any], Any]]:
     import torch
     import torch.nn.functional as F
 
-    from backend_engine.ops.dense_products import DenseKind, multiply_dense, pack_dense
+    from backend_engine.ops.dense_packing import pack_dense
+    from backend_engine.ops.dense_products import DenseKind, multiply_dense
 
     plain = torch.randn(shape)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, None)

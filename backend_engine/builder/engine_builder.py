@@ -43,6 +43,7 @@ from backend_engine.model_engine.weight_source import store_forms
 from backend_engine.models.weight_rules import LoadTarget
 from backend_engine.quantization.packed import PackedPart
 from backend_engine.quantization.scheme_json import scheme_to_json
+from backend_engine.quantization.unquantized import Decoded
 
 _CPU = torch.device("cpu")
 
@@ -190,10 +191,9 @@ class _Engine:
 
     def write_weights(self, folder: Path, steps: _Steps) -> list[str]:
         """Fill the model a few layers at a time and write what each rank holds. Returns the tensors with NaN."""
-        self._weights.verify()
         writers = [RankWriter(folder, rank) for rank in range(len(self._shards))]
         with_nan: list[str] = []
-        with torch.inference_mode():
+        with self._weights.verified(), torch.inference_mode():
             for group, names in _groups(self._targets).items():
                 targets = {name: _with_memory(self._targets[name]) for name in names}
                 with_nan += self._weights.fill(targets)
@@ -239,13 +239,17 @@ def _forms_of(target: LoadTarget) -> tuple[PartForm, ...]:
 
 
 def _with_memory(target: LoadTarget) -> LoadTarget:
-    """The target, ready to be filled: with memory of its own, or a layer that will make its own."""
+    """The target, ready to be filled: with memory of its own, or a layer that will make its own and keep plain numbers
+    as they are.
+    """
     layer = target.layer
     if layer is None:
         assert target.tensor is not None
         return target._replace(tensor=torch.empty_like(target.tensor, device=_CPU))
     layer.options = layer.options._replace(device=_CPU)
     layer.weight = None
+    if not layer.packed_parts:
+        layer.quant = Decoded()
     return target
 
 

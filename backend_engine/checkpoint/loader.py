@@ -130,6 +130,8 @@ def _fill_plain(target: LoadTarget, copy: Copy, rows: Tensor) -> None:
         rows_of_part = part.tensors["weight"]
         rows_of_part[copy.start - part.start : copy.start - part.start + copy.rows].copy_(rows)
         return
+    if layer is not None and copy.rows == target.shape[0] and layer.quant.take(layer, rows):
+        return
     tensor = target.tensor if layer is None else layer.weight
     assert tensor is not None, copy.parameter
     tensor[copy.start : copy.start + copy.rows].copy_(rows)

@@ -58,11 +58,13 @@ def check_small_files(folder: Path, manifest: EngineManifest) -> None:
         _check(folder / name, manifest.files[name], threading.Event())
 
 
-def check_weight_files(folder: Path, manifest: EngineManifest, progress: Progress | None = None) -> None:
+def check_weight_files(
+    folder: Path, manifest: EngineManifest, progress: Progress | None = None, stop: threading.Event | None = None
+) -> None:
     """The checksum of every file of weights, several at a time. Raises ``ModelLoadError`` (one line) for the first
-    wrong one.
+    wrong one, and once ``stop`` is set for any.
     """
-    names, stop = weight_names(manifest), threading.Event()
+    names, stop = weight_names(manifest), stop or threading.Event()
     num_threads = max(1, min(len(names), os.cpu_count() or 1, _MAX_THREADS))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checksum") as pool:
         checks = [pool.submit(_check, folder / name, manifest.files[name], stop) for name in names]

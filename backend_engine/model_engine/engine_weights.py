@@ -1,12 +1,16 @@
 """``EngineWeights``: the weights of an engine folder, put together from the files of its ranks.
 
 Used by ``native_backend.py``; ``builder/`` writes what it reads, by the same names. Every tensor's shape and dtype is
-compared with what the manifest's forms ask for before any memory is taken; the files' checksums are compared before a
-weight is read. However many ranks the folder was built for, one device gets the whole model.
+compared with what the manifest's forms ask for before any memory is taken; the files' checksums are compared while the
+weights are read, and a model is handed out only when they are right. However many ranks the folder was built for, one
+device gets the whole model.
 """
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +51,10 @@ class Piece(NamedTuple):
     dtypes: tuple[str, ...]
     rows: tuple[tuple[slice, slice], ...] | None
     columns: slice | None
+
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Whether it is a plain parameter of ``shape``, whole and in its order."""
+        return self.columns is None and self.rows == ((slice(0, shape[0]), slice(0, shape[0])),)
 
 
 def parts_of(target: LoadTarget) -> list[PackedPart]:
@@ -223,8 +231,20 @@ class EngineWeights(WeightSource):
         """Plain rows beside packed ones may be stored in another dtype than they are kept in."""
         return piece._replace(dtypes=FLOAT_DTYPES) if isinstance(part.scheme, Plain) else piece
 
-    def verify(self) -> None:
-        check_weight_files(self._folder, self._manifest)
+    @contextmanager
+    def verified(self) -> Iterator[None]:
+        stop = threading.Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+            check = pool.submit(check_weight_files, self._folder, self._manifest, stop=stop)
+            try:
+                yield
+            except ModelLoadError:
+                check.result()
+                raise
+            except BaseException:
+                stop.set()
+                raise
+            check.result()
 
     def fill(self, targets: Mapping[str, LoadTarget], progress: Progress | None = None) -> tuple[str, ...]:
         for done, (name, target) in enumerate(targets.items(), start=1):
@@ -232,7 +252,9 @@ class EngineWeights(WeightSource):
             for rank, files in enumerate(self._ranks):
                 for piece, tensor in self._pieces(rank, name, target):
                     stored = files.read(piece.name)
-                    _fill(tensor, stored, piece)
+                    layer = target.layer if piece.is_all_of(target.shape) else None
+                    if layer is None or layer.packed_parts or not layer.quant.take(layer, stored):
+                        _fill(tensor, stored, piece)
                     files.release(piece.name, stored)
             self._check_order(name, target)
             if progress is not None:

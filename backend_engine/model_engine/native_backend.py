@@ -93,13 +93,13 @@ class NativeBackend(ModelBackend):
             # Without memory first: whether the files hold what config.json asks for is known before any is taken.
             outline = CausalLM(spec, dataclasses.replace(parts, options=tensors._replace(device=torch.device("meta"))))
             weights.check(outline)
-            weights.verify()
-            model = CausalLM(spec, parts)
-            targets = model.load_targets()
-            if options.plain_weights:
-                _decode(targets)
-            with_nan = weights.fill(targets, options.progress)
-            model.after_loading()
+            with weights.verified():
+                model = CausalLM(spec, parts)
+                targets = model.load_targets()
+                if options.plain_weights:
+                    _decode(targets)
+                with_nan = weights.fill(targets, options.progress)
+                model.after_loading()
         model.eval()
         warnings = [nan_warning(name, source) for name in with_nan]
         unknown = family.unknown_keys(source.config)

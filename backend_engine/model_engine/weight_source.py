@@ -5,6 +5,7 @@ Made by ``native_backend.py``. Both say whether they hold the model before any m
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from backend_engine.checkpoint.kv_scales import find_kv_scales, read_kv_scales
@@ -51,9 +52,11 @@ class WeightSource(ABC):
         how each layer's weight is kept, its rows in order. Raises ``ModelLoadError``.
         """
 
-    @abstractmethod
-    def verify(self) -> None:
-        """Compare what is about to be read with its checksums, where there are any. Raises ``ModelLoadError``."""
+    def verified(self) -> AbstractContextManager[None]:
+        """While it is open, all that is read is compared with its checksums, where there are any, in the background.
+        Raises ``ModelLoadError`` at its end, and instead of one that a damaged file led to.
+        """
+        return nullcontext()
 
     @abstractmethod
     def fill(self, targets: Mapping[str, LoadTarget], progress: Progress | None = None) -> tuple[str, ...]:
@@ -82,9 +85,6 @@ class CheckpointWeights(WeightSource):
     def check(self, outline: CausalLM) -> Mapping[str, list[PlannedRows]]:
         self._todo = check_weights(self._stored, outline.load_targets(), self._rules, self._where)
         return _rows_by_parameter(self._todo, self._stored)
-
-    def verify(self) -> None:
-        """A checkpoint has no checksums."""
 
     def fill(self, targets: Mapping[str, LoadTarget], progress: Progress | None = None) -> tuple[str, ...]:
         assert self._todo is not None, "filled before it was checked"

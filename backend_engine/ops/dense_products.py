@@ -1,9 +1,9 @@
-"""Products with plain weights on a CPU, in C (``native/dense.h``): packing, a thin wrapper, and a reference in torch.
+"""Products with plain weights on a CPU, in C (``native/dense.h``): a thin wrapper, and a reference in torch.
 
-Called by the quantization methods. A row of a result has the same bits whatever other tokens and threads there are.
-Integers are multiplied as such: int8 weights have a scale for each row, int16 ones for each row of 64 columns (block
-floating point), and tokens are rounded in the same blocks; of W8A8 tokens have 7 bits, too, with a factor for each 32
-columns. Knows no checkpoint formats.
+Called by the quantization methods; ``dense_packing.py`` makes the weights. A row of a result has the same bits whatever
+other tokens and threads there are. Integers are multiplied as such: int8 weights have a scale for each row, int16 ones
+for each row of 64 columns (block floating point), and tokens are rounded in the same blocks; of W8A8 tokens have 7
+bits, too, with a factor for each 32 columns. Knows no checkpoint formats.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend_engine.ops.huge_pages import HugePages
 from backend_engine.ops.native_runtime import OpKind, native_runtime
 
 PANEL_ROWS = 16
@@ -26,8 +25,7 @@ _CHUNK_NUMBERS = 1 << 18
 _INT8_BLOCK, _INT16_BLOCK = 512, 64
 _SMALLEST_PEAK = 1e-30
 _PART, _LARGEST_FACTOR = 32, 511
-_ZERO_CODE = 128  # of W8A8, whose codes have no sign
-_MOST_COLUMNS = 1 << 17
+ZERO_CODE = 128  # of W8A8, whose codes have no sign
 
 
 class DenseKind(IntEnum):
@@ -162,51 +160,17 @@ class DenseWeight:
 
 def dense_bytes(kind: DenseKind, rows: int, columns: int) -> int:
     """Memory of a packed weight without its bias."""
-    padded = _num_panels(rows) * PANEL_ROWS
+    padded = num_panels(rows) * PANEL_ROWS
     if not kind.is_integer:
         return padded * columns * kind.dtype.itemsize
     num_scales = kind.num_blocks(columns) if kind == DenseKind.I16 else 1
-    return padded * (_num_units(kind, columns) * kind.unit * kind.dtype.itemsize + 4 * num_scales)
-
-
-def pack_dense(
-    weight: Tensor, kind: DenseKind, bias: Tensor | None = None, memory: HugePages | None = None
-) -> DenseWeight:
-    """``weight [rows, columns]`` of any float dtype, and ``bias [rows]``, packed. Of int8 and W8A8: each row to the
-    nearest of 255 numbers, the largest magnitude / 127 apart; of int16: 64 columns of a row to one of 8191. float16
-    makes numbers beyond 65504 infinite. ``memory``: where the packed numbers go, by default pages of their own.
-    """
-    data = _empty_data(kind, weight.shape, memory)
-    (rows, columns), num_panels = weight.shape, data.shape[0]
-    width = kind.block(columns) if kind == DenseKind.I16 else columns
-    scales = torch.zeros(num_panels * PANEL_ROWS, -(-columns // width))
-    for start, stop in _parts(weight):
-        part = weight[start:stop].detach()
-        if kind.is_integer:
-            part, scales[start:stop] = _to_codes(part.to(torch.float32), kind, width)
-        _put(data, kind, start, part)
-    kept = scales.view(num_panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
-    if kind != DenseKind.I16:
-        kept = kept.flatten()
-    return DenseWeight(kind, rows, columns, data, kept if kind.is_integer else None, _padded_rows(bias))
-
-
-def pack_int8_rows(
-    codes: Tensor, scales: Tensor, bias: Tensor | None = None, memory: HugePages | None = None
-) -> DenseWeight:
-    """Packs int8 ``codes [rows, columns]`` that stand for ``codes * scales``, ``scales`` float32 ``[rows]``."""
-    assert codes.dtype == torch.int8 and scales.shape == codes.shape[:1], (codes.dtype, codes.shape, scales.shape)
-    data = _empty_data(DenseKind.I8, codes.shape, memory)
-    for start, stop in _parts(codes):
-        _put(data, DenseKind.I8, start, codes[start:stop])
-    rows, columns = codes.shape
-    return DenseWeight(DenseKind.I8, rows, columns, data, _padded_rows(scales), _padded_rows(bias))
+    return padded * (num_units(kind, columns) * kind.unit * kind.dtype.itemsize + 4 * num_scales)
 
 
 def unpack_dense(w: DenseWeight) -> Tensor:
     """The weight that is multiplied, float32 ``[rows, columns]``."""
     out = torch.empty(w.rows, w.columns)
-    for start, stop in _parts(out):
+    for start, stop in row_parts(out):
         part = _rows(w, start, stop).to(torch.float32)
         if w.kind == DenseKind.I16:
             part *= _block_scales(w, start, stop).repeat_interleave(_INT16_BLOCK, 1)[:, : w.columns]
@@ -249,7 +213,7 @@ def dense_reference(w: DenseWeight, x: Tensor) -> Tensor:
     assert w.scales is not None
     out = torch.empty(x.shape[0], w.rows)
     block = w.kind.block(w.columns)
-    for start, stop in _parts(out.T):
+    for start, stop in row_parts(out.T):
         part = _rows(w, start, stop).to(torch.float64)
         block_scales = _block_scales(w, start, stop) if w.kind == DenseKind.I16 else None
         total = torch.zeros(x.shape[0], stop - start)
@@ -262,88 +226,46 @@ def dense_reference(w: DenseWeight, x: Tensor) -> Tensor:
     return (out if w.bias is None else out + w.bias[: w.rows]).to(x.dtype)
 
 
-def _num_panels(rows: int) -> int:
+def num_panels(rows: int) -> int:
+    """Of a weight of so many rows."""
     return -(-rows // PANEL_ROWS)
 
 
-def _num_units(kind: DenseKind, columns: int) -> int:
+def num_units(kind: DenseKind, columns: int) -> int:
+    """Of a row of so many columns."""
     return -(-columns // kind.unit)
 
 
 def _rounded_width(kind: DenseKind, columns: int) -> int:
     """Floats of a token's codes and scales. An odd number of cache lines, so that tokens do not compete for them."""
-    num_words, num_blocks = _num_units(kind, columns), kind.num_blocks(columns)
+    num_words, num_blocks = num_units(kind, columns), kind.num_blocks(columns)
     if kind == DenseKind.W8A8:
         num_words, num_blocks = num_words + -(-columns // _PART), 2 * num_blocks
     lines = -(-(num_words + num_blocks) // 16)
     return 16 * (lines + (lines % 2 == 0))
 
 
-def _parts(weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Rows of whole panels."""
+def row_parts(weight: Tensor) -> Iterator[tuple[int, int]]:
+    """First rows of parts of a weight of some 2^18 numbers, and the ones behind their last: whole panels."""
     rows = weight.shape[0]
     step = max(1, _CHUNK_NUMBERS // max(weight.shape[1], 1) // PANEL_ROWS) * PANEL_ROWS
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 
 
-def _empty_data(kind: DenseKind, shape: torch.Size, memory: HugePages | None) -> Tensor:
-    """Packed zeros."""
-    assert len(shape) == 2 and shape[0] > 0 and 0 < shape[1] <= _MOST_COLUMNS, tuple(shape)
-    rows, columns = shape
-    numbers = (_num_units(kind, columns), PANEL_ROWS, kind.unit) if kind.is_integer else (columns, PANEL_ROWS)
-    data = (memory or HugePages()).empty((_num_panels(rows), *numbers), kind.dtype)
-    return data.fill_(_ZERO_CODE) if kind == DenseKind.W8A8 else data
-
-
-def _put(data: Tensor, kind: DenseKind, start: int, part: Tensor) -> None:
-    """Rows from ``start`` on, the first of a panel."""
-    whole, (rows, columns) = part.shape[0] // PANEL_ROWS, part.shape
-    if kind.is_integer:
-        # The columns of a unit are moved as one number.
-        unit = torch.int16 if kind == DenseKind.I8 else torch.int32
-        part = F.pad(part, (0, -columns % kind.unit))
-        if kind == DenseKind.W8A8:
-            part = (part.to(torch.int16) + _ZERO_CODE).to(torch.uint8)
-        part, data = part.contiguous().view(unit), data.view(unit).squeeze(-1)
-    panel, done = start // PANEL_ROWS, whole * PANEL_ROWS
-    data[panel : panel + whole].copy_(part[:done].view(whole, PANEL_ROWS, part.shape[1]).transpose(1, 2))
-    if done < rows:
-        data[panel + whole, :, : rows - done].copy_(part[done:].T)
-
-
 def _rows(w: DenseWeight, start: int, stop: int) -> Tensor:
     """The numbers as they are stored ``[stop - start, columns]``; ``start``: the first row of a panel."""
-    panels = w.data[start // PANEL_ROWS : _num_panels(stop)]
+    panels = w.data[start // PANEL_ROWS : num_panels(stop)]
     panels = panels.permute(0, 2, 1, 3).flatten(2) if w.kind.is_integer else panels.transpose(1, 2)
     rows = panels.reshape(-1, panels.shape[2])[: stop - start, : w.columns]
-    return rows.to(torch.int16) - _ZERO_CODE if w.kind == DenseKind.W8A8 else rows
+    return rows.to(torch.int16) - ZERO_CODE if w.kind == DenseKind.W8A8 else rows
 
 
 def _block_scales(w: DenseWeight, start: int, stop: int) -> Tensor:
     """Of int16, ``[stop - start, blocks]``; ``start``: the first row of a panel."""
     assert w.scales is not None
-    panels = w.scales[start // PANEL_ROWS : _num_panels(stop)]
+    panels = w.scales[start // PANEL_ROWS : num_panels(stop)]
     return panels.transpose(1, 2).reshape(-1, panels.shape[1])[: stop - start]
-
-
-def _to_codes(part: Tensor, kind: DenseKind, width: int) -> tuple[Tensor, Tensor]:
-    """Codes, and a scale for each ``width`` columns of a row; where there is NaN or infinity the scale is that."""
-    largest, (rows, columns) = kind.largest_codes[0], part.shape
-    blocks = F.pad(part, (0, -columns % width)).view(rows, -1, width)
-    scales = blocks.abs().amax(2) / largest
-    codes = blocks / torch.where(scales > 0, scales, 1.0)[:, :, None]
-    codes = codes.round_().nan_to_num_(0.0).clamp_(-largest, largest)
-    codes = codes.to(torch.int8 if kind == DenseKind.W8A8 else kind.dtype)
-    return codes.view(rows, -1)[:, :columns], scales
-
-
-def _padded_rows(values: Tensor | None) -> Tensor | None:
-    """float32 numbers of all rows of all panels."""
-    if values is None:
-        return None
-    wide = values.detach().to(torch.float32)
-    return F.pad(wide, (0, -len(wide) % PANEL_ROWS)).contiguous()
 
 
 def _round_tokens(x: Tensor, kind: DenseKind) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,7 @@ class OpKind(IntEnum):
     SCALE = 11
     ADD = 12
     PACKED_DECODE = 13
+    PACK = 14
 
 
 class NativeStep(ctypes.Structure):

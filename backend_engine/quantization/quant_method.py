@@ -70,6 +70,12 @@ class QuantMethod(ABC):
     def create_weights(self, layer: WeightedLayer) -> None:
         """Put empty tensors for a weight of ``layer.weight_shape`` on ``layer``."""
 
+    def take(self, layer: WeightedLayer, weight: Tensor) -> bool:
+        """Prepare ``weight``, all that the layer's plain one is to hold, of any float dtype, for use at once and keep
+        nothing of it. ``False`` = nothing was done, it is to be copied into the layer's.
+        """
+        return False
+
     @abstractmethod
     def after_loading(self, layer: WeightedLayer) -> None:
         """Turn what the checkpoint filled into what ``apply`` reads; called once, after all parameters are filled."""

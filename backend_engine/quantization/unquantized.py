@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backend_engine.ops.dense_products import DenseKind, dense_bytes, multiply_dense, pack_dense, unpack_dense
+from backend_engine.ops.dense_packing import pack_dense, with_bias
+from backend_engine.ops.dense_products import DenseKind, dense_bytes, multiply_dense, unpack_dense
 from backend_engine.ops.huge_pages import HugePages
 from backend_engine.ops.native_runtime import native_runtime
 from backend_engine.quantization.quant_method import QuantMethod, TensorOptions, WeightedLayer
@@ -82,9 +83,20 @@ class Unquantized(QuantMethod):
         layer.weight = nn.Parameter(torch.empty(layer.weight_shape, dtype=dtype, device=device), requires_grad=False)
         layer.packed_weight = layer.dense_weight = None
 
+    def take(self, layer: WeightedLayer, weight: Tensor) -> bool:
+        if not (self._wants_native and packs_densely(layer.options)):
+            return False
+        layer.dense_weight = pack_dense(weight, self._kind, memory=self._memory)
+        layer.weight = None
+        return True
+
     def after_loading(self, layer: WeightedLayer) -> None:
         """Pack and let go of the plain weight, so that the memory stays that of one copy."""
         weight = layer.weight
+        if layer.dense_weight is not None:
+            assert weight is None and layer.dense_weight.bias is None, "after_loading ran twice"
+            layer.dense_weight = with_bias(layer.dense_weight, layer.bias)
+            return
         assert weight is not None, "after_loading ran twice"
         if self._wants_native and packs_densely(TensorOptions(weight.dtype, weight.device)):
             layer.dense_weight = pack_dense(weight.data, self._kind, layer.bias, self._memory)

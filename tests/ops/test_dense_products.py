@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend_engine.ops import dense_products, native_library, native_runtime
+from backend_engine.ops import dense_packing, dense_products, native_library, native_runtime
+from backend_engine.ops.dense_packing import pack_dense, pack_dense_reference
 from backend_engine.ops.dense_products import (
     DenseKind,
     DenseWeight,
     dense_bytes,
     dense_reference,
     multiply_dense,
-    pack_dense,
-    pack_int8_rows,
     unpack_dense,
 )
 from backend_engine.ops.huge_pages import HugePages
@@ -49,7 +48,8 @@ def variant(
             ]
             subprocess.run([*command, "-Wno-psabi", "-o", str(library), "-lm"], check=True)
         runtime = NativeRuntime(ctypes.CDLL(str(library)))
-        monkeypatch.setattr(dense_products, "native_runtime", lambda: runtime)
+        for module in (dense_products, dense_packing):
+            monkeypatch.setattr(module, "native_runtime", lambda: runtime)
     return request.param
 
 
@@ -214,8 +214,7 @@ def test_special_numbers_of_half_precision_are_read_as_they_are(variant: str) ->
 def test_the_largest_codes_do_not_overflow(variant: str) -> None:
     """Sums of a block reach 2^31 but for 65 thousand."""
     for columns in (511, 512, 1024, 2049):
-        codes = torch.full((17, columns), -128, dtype=torch.int8)
-        w = pack_int8_rows(codes, torch.full((17,), 0.5))
+        w = pack_dense(torch.full((17, columns), -64.0), DenseKind.I8)
         for num_tokens in (1, 5, 9):
             x = torch.full((num_tokens, columns), -3.0)
             assert torch.equal(multiplied(w, x), dense_reference(w, x))
@@ -249,9 +248,6 @@ def test_codes_and_floats_survive_packing() -> None:
         weight = random(rows, columns)
         for kind in (DenseKind.F32, DenseKind.F16, DenseKind.BF16):
             assert torch.equal(unpack_dense(pack_dense(weight.to(kind.dtype), kind)), weight.to(kind.dtype).float())
-        codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
-        scales = random(rows).abs()
-        assert torch.equal(unpack_dense(pack_int8_rows(codes, scales)), codes * scales[:, None])
         packed = pack_dense(weight, DenseKind.I8)
         step = weight.abs().amax(1, keepdim=True) / 127
         assert bool(((unpack_dense(packed) - weight).abs() <= step * 0.50001).all())
@@ -268,14 +264,89 @@ def test_int8_of_rows_with_zeros_or_without_numbers() -> None:
     assert unpacked[0].tolist() == [0.0, 0.0] and unpacked[1].isnan().all() and unpacked[2, 1] == -2.0
 
 
-def test_packing_in_parts_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_same_packing(found: DenseWeight, expected: DenseWeight) -> None:
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    of_size = bits[expected.kind.dtype.itemsize]
+    assert torch.equal(found.data.view(of_size), expected.data.view(of_size)), expected.kind
+    assert (found.scales is None) == (expected.scales is None)
+    if found.scales is not None and expected.scales is not None:
+        assert found.scales.shape == expected.scales.shape
+        assert torch.equal(found.scales, expected.scales) or (
+            torch.equal(found.scales.isnan(), expected.scales.isnan())
+            and torch.equal(found.scales.nan_to_num(), expected.scales.nan_to_num())
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+def test_packed_in_c_and_by_torch_are_the_same_bits(variant: str, kind: DenseKind) -> None:
+    for rows, columns in (*SHAPES, (3, 64), (49, 65), (16, 63)):
+        wide = random(rows, columns + 7) * 10.0 ** torch.randint(-6, 4, (rows, 1)).float()
+        for weight in (wide[:, 3:-4], wide[:, 3:-4].contiguous(), wide[:, 7:].T.contiguous().T, wide[:, 7:].double()):
+            assert_same_packing(pack_dense(weight, kind), pack_dense_reference(weight, kind))
+        for dtype in (torch.float16, torch.bfloat16):
+            assert_same_packing(
+                pack_dense(wide[:, 7:].to(dtype), kind), pack_dense_reference(wide[:, 7:].to(dtype), kind)
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+def test_special_numbers_are_packed_as_by_torch(variant: str, kind: DenseKind) -> None:
+    special = [
+        0.0,
+        -0.0,
+        1e-45,
+        -1e-40,
+        1e-38,
+        6e-8,
+        2**-25,
+        65504.0,
+        65519.9,
+        65520.0,
+        -70000.0,
+        3e38,
+        math.inf,
+        -math.inf,
+    ]
+    weight = random(len(special) + 3, 130)
+    for row, number in enumerate(special):
+        weight[row, row * 9] = number
+    weight[-1] = 0.0
+    weight[-2, 40:90] = torch.arange(50) * 0.5 - 12.25  # halves between two codes
+    weight[-2, 91] = 127.0
+    weight[-3] = 1e-44
+    assert_same_packing(pack_dense(weight, kind), pack_dense_reference(weight, kind))
+    weight[5, 60] = math.nan
+    found, expected = pack_dense(weight, kind), pack_dense_reference(weight, kind)
+    if kind.is_integer:
+        assert_same_packing(found, expected)
+    else:
+        assert torch.equal(found.data.isnan(), expected.data.isnan())
+
+
+def test_threads_change_nothing_in_what_is_packed(threads: None) -> None:
+    weight = random(3000, 200)
+    for kind in KINDS:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert_same_packing(pack_dense(weight, kind), pack_dense_reference(weight, kind))
+
+
+def test_the_reference_packs_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(100, 33)
     for kind in KINDS:
-        whole = pack_dense(weight, kind)
+        whole = pack_dense_reference(weight, kind)
         with monkeypatch.context() as patch:
             patch.setattr(dense_products, "_CHUNK_NUMBERS", 33 * 40)
-            parts = pack_dense(weight, kind)
-        assert torch.equal(whole.data, parts.data) and torch.equal(unpack_dense(whole), unpack_dense(parts))
+            assert_same_packing(pack_dense_reference(weight, kind), whole)
+
+
+def test_without_a_native_library_torch_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(40, 70)
+    for kind in KINDS:
+        expected = pack_dense(weight, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_packing, "native_runtime", lambda: None)
+            assert_same_packing(pack_dense(weight, kind), expected)
 
 
 def test_memory_is_what_was_said() -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from backend_engine.ops import dense_products
-from backend_engine.ops.dense_products import DenseKind, multiply_dense, pack_dense
+from backend_engine.ops.dense_packing import pack_dense
+from backend_engine.ops.dense_products import DenseKind, multiply_dense
 from backend_engine.ops.fused_ops import fuse
 from backend_engine.ops.native_ops import NativeOps
 from backend_engine.ops.native_runtime import NativeRuntime, NativeStep, OpKind, Recording, native_runtime

@@ -87,6 +87,7 @@ typedef struct {
 
 #include "dense_float.h"
 #include "dense_int.h"
+#include "dense_pack.h"
 
 /* ---- chunks ------------------------------------------------------------------------------------------------------ */
 

@@ -14,6 +14,7 @@ static int64_t op_chunks(const void *op, const native_step *step, int num_thread
     switch (*(const int64_t *)op) {
     case OP_DENSE: return dense_chunks(op, step, num_threads);
     case OP_ROUND: return round_chunks(op, step, num_threads);
+    case OP_PACK: return pack_chunks(op, num_threads);
     case OP_APPEND_KV: return append_kv_chunks(op, step, num_threads);
     case OP_ATTEND: return attend_chunks(op, step, num_threads);
     case OP_PACKED: return packed_chunks(op, step, num_threads);
@@ -34,6 +35,7 @@ static void op_chunk(const void *op, const native_step *step, int64_t chunk, int
     switch (*(const int64_t *)op) {
     case OP_DENSE: dense_chunk(op, step, chunk, num_chunks, scratch); break;
     case OP_ROUND: round_chunk(op, step, chunk, num_chunks); break;
+    case OP_PACK: pack_chunk(op, chunk, num_chunks); break;
     case OP_APPEND_KV: append_kv_chunk(op, step, chunk, num_chunks, scratch); break;
     case OP_ATTEND: attend_chunk(op, step, chunk, num_chunks, scratch); break;
     case OP_PACKED: packed_chunk(op, step, chunk, num_chunks, scratch); break;

@@ -56,6 +56,7 @@ enum {
     OP_SCALE = 11,
     OP_ADD = 12,
     OP_PACKED_DECODE = 13,
+    OP_PACK = 14,
 };
 
 /* What differs from step to step. items: [num_items, 4], pieces of attention: row of the batch, its first token within
