@@ -17,6 +17,7 @@ from backend_engine.layers.parts import LayerStep, ModelParts
 from backend_engine.layers.smoothing import Smoothing
 from backend_engine.layers.state_plan import LongRows, SingleRows
 from backend_engine.ops.state_space import ScanInputs, advance, chunk_scan, shifted_sum
+from backend_engine.ops.torch_activations import silu, softplus
 from backend_engine.quantization.quant_method import TensorOptions
 
 
@@ -89,7 +90,7 @@ class Mamba2(nn.Module):
         window, state = cache
         gate, xbc, dt = torch.split(self.in_proj(x), list(self.in_proj.out_sizes), -1)
         xbc = xbc.to(torch.float32)
-        dt = F.softplus(dt.to(torch.float32) + self.dt_bias).clamp(*self._decl.time_step_limit)
+        dt = softplus(dt.to(torch.float32) + self.dt_bias).clamp(*self._decl.time_step_limit)
         y = torch.empty(x.shape[0], self._decl.inner_size, dtype=torch.float32, device=x.device)
         if plan.single is not None:
             y.index_copy_(0, plan.single.tokens, self._advance(plan.single, xbc, dt, window, state))
@@ -155,7 +156,7 @@ class _Conv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[length, ..., conv_size] -> [length - conv_kernel + 1, ..., conv_size]``."""
-        return F.silu(shifted_sum(x, self.weight[:, 0].t().contiguous(), self.bias))
+        return silu(shifted_sum(x, self.weight[:, 0].t().contiguous(), self.bias))
 
 
 class _GatedNorm(nn.Module):
@@ -168,7 +169,7 @@ class _GatedNorm(nn.Module):
         self._eps = decl.eps
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        grouped = (y * F.silu(gate.to(torch.float32))).view(y.shape[0], self._num_groups, -1)
+        grouped = (y * silu(gate.to(torch.float32))).view(y.shape[0], self._num_groups, -1)
         return F.rms_norm(grouped, grouped.shape[-1:], eps=self._eps).flatten(-2) * self.weight
 
 

@@ -13,8 +13,9 @@ from backend_engine.layers.activations import Activation
 from backend_engine.layers.linear import Linear
 from backend_engine.layers.mlp import GatedMlp, GatedMlpDecl
 from backend_engine.layers.parts import ModelParts
-from backend_engine.layers.routing import Router, RoutingDecl, sigmoid
+from backend_engine.layers.routing import Router, RoutingDecl
 from backend_engine.layers.smoothing import Smoothing
+from backend_engine.ops.torch_activations import sigmoid
 from backend_engine.quantization.unquantized import Unquantized
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backend_engine.layers.linear import Linear
+from backend_engine.ops.torch_activations import sigmoid
 from backend_engine.quantization.quant_method import TensorOptions
 from backend_engine.quantization.unquantized import Unquantized
 
@@ -46,11 +47,6 @@ class RoutingDecl:
         group_size = self.num_experts // self.num_groups
         assert self.top_k <= self.top_groups * group_size, f"{self}: the best groups hold too few experts"
         assert self.group_score == "max" or group_size >= 2, f"{self}: a group of one has no second score"
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """By way of float64: the last bit of torch's float32 one depends on an element's place in the batch."""
-    return x.to(torch.float64).sigmoid_().to(x.dtype)
 
 
 def scores(logits: Tensor, decl: RoutingDecl) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend_engine.ops.torch_activations import gelu, sigmoid, silu
+
 
 class TorchOps:
     """Operations on flat batches: the leading dimension is always ``num_tokens``."""
@@ -30,12 +32,12 @@ class TorchOps:
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``[num_tokens, 2 * size]`` holding gate and up side by side -> ``silu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return silu(gate).mul_(up)
 
     def gelu_and_mul(self, gate_up: Tensor, approximate: str) -> Tensor:
         """``[num_tokens, 2 * size]`` holding gate and up side by side -> ``gelu(gate) * up``; see ``gelu``."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate).mul_(up)
+        return gelu(gate, approximate).mul_(up)
 
     def relu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``[num_tokens, 2 * size]`` holding gate and up side by side -> ``relu(gate) * up``."""
@@ -49,11 +51,11 @@ class TorchOps:
         """
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1).mul_(gate * torch.sigmoid(gate * alpha))
+        return (up.clamp(-limit, limit) + 1).mul_(gate * sigmoid(gate * alpha))
 
     def gelu(self, x: Tensor, approximate: str) -> Tensor:
         """Gaussian error linear unit (Hendrycks and Gimpel, 2016); ``approximate``: ``none`` or ``tanh``."""
-        return F.gelu(x, approximate=approximate)
+        return gelu(x, approximate)
 
     def relu(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""
@@ -61,7 +63,7 @@ class TorchOps:
 
     def silu(self, x: Tensor) -> Tensor:
         """``x * sigmoid(x)``."""
-        return F.silu(x)
+        return silu(x)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """``x + y``, of one shape."""

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend_engine.ops import dense_packing, dense_products, native_library, native_runtime
+from backend_engine.ops import dense_packing, dense_products, native_runtime
 from backend_engine.ops.dense_packing import pack_dense, pack_dense_reference
 from backend_engine.ops.dense_products import (
     DenseKind,
@@ -22,7 +21,7 @@ from backend_engine.ops.dense_products import (
     unpack_dense,
 )
 from backend_engine.ops.huge_pages import HugePages
-from backend_engine.ops.native_runtime import NativeRuntime
+from tests.support.native_variants import HERE, VARIANTS, compiled_variant
 
 KINDS = list(DenseKind)
 # One row and column; odd ones; several panels; more than one block of each kind.
@@ -30,24 +29,13 @@ SHAPES = ((1, 1), (16, 8), (5, 1), (33, 577), (100, 288), (64, 1537), (17, 2500)
 NUM_TOKENS = (*range(1, 21), 100, 241)
 
 
-@pytest.fixture(params=["for this machine", "plain C", "wide vectors"])
+@pytest.fixture(params=VARIANTS)
 def variant(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """The products as they run here, and as they would on other processors."""
-    if request.param != "for this machine":
-        flags = ["-mno-avx2"] if request.param == "plain C" else ["-march=native", "-DLANES=16"]
-        library = tmp_path_factory.getbasetemp() / f"{request.param.replace(' ', '_')}_native.so"
-        if not library.exists():
-            command = [
-                native_library._find_compiler(),
-                *native_library._FLAGS,
-                *flags,
-                "-O1",
-                str(native_library.SOURCE),
-            ]
-            subprocess.run([*command, "-Wno-psabi", "-o", str(library), "-lm"], check=True)
-        runtime = NativeRuntime(ctypes.CDLL(str(library)))
+    if request.param != HERE:
+        runtime = compiled_variant(request.param, tmp_path_factory.getbasetemp())
         for module in (dense_products, dense_packing):
             monkeypatch.setattr(module, "native_runtime", lambda: runtime)
     return request.param

@@ -37,6 +37,11 @@ def row(width: int, seed: int = 1) -> Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(seed))
 
 
+def exact(name: str, x: Tensor) -> Tensor:
+    """By torch; activations in float64, since with AVX-512 the last bits of its float32 exponentials are off."""
+    return ROW_OPS[name](TORCH, x) if "norm" in name else ROW_OPS[name](TORCH, x.double()).float()
+
+
 def rows(num_tokens: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -58,7 +63,7 @@ def test_the_library_is_there() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 100])
 def test_the_same_numbers_as_torch(name: str, width: int, num_tokens: int) -> None:
     x = rows(num_tokens, width)
-    result, expected = ROW_OPS[name](NATIVE, x), ROW_OPS[name](TORCH, x)
+    result, expected = ROW_OPS[name](NATIVE, x), exact(name, x)
     assert result.shape == expected.shape and result.is_contiguous()
     torch.testing.assert_close(result, expected, rtol=3e-6, atol=3e-6)
 
@@ -86,7 +91,7 @@ def test_what_is_no_number_stays_in_its_token(name: str, bad: float) -> None:
     x = rows(3, 64)
     before = ROW_OPS[name](NATIVE, x)
     x[1, 5] = bad
-    after, expected = ROW_OPS[name](NATIVE, x), ROW_OPS[name](TORCH, x)
+    after, expected = ROW_OPS[name](NATIVE, x), exact(name, x)
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
     assert torch.equal(after[1].isnan(), expected[1].isnan()), (after[1], expected[1])
 
@@ -95,7 +100,7 @@ def test_activations_over_the_whole_range() -> None:
     x = torch.cat((torch.linspace(-120, 120, 4001), torch.tensor([1e-38, -1e-38, 3e38, -3e38, 0.0, -0.0])))
     x = x.unsqueeze(0)
     for name in ("silu", "gelu", "gelu tanh", "relu"):
-        torch.testing.assert_close(ROW_OPS[name](NATIVE, x), ROW_OPS[name](TORCH, x), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ROW_OPS[name](NATIVE, x), exact(name, x), rtol=1e-5, atol=1e-6)
 
 
 @settings(deadline=None)

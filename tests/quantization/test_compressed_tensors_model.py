@@ -57,5 +57,5 @@ def test_logits_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     # What is left of the model in memory unpacks itself when it is called.
     expected = reference_logits(model, ids, list(request.output_token_ids))
     error = (torch.stack(driver.logits[1]) - expected).norm() / expected.norm()
-    # The last bit of a sum can put an input on another step; without any rounding it is 0.05 and more.
-    assert error < (2e-3 if any("input_activations" in group for group in GROUPS[name].values()) else 1e-5)
+    # The last bit of a sum can put inputs on another step (0.006 seen); without any rounding it is 0.05 and more.
+    assert error < (1e-2 if any("input_activations" in group for group in GROUPS[name].values()) else 1e-5)

@@ -1,12 +1,10 @@
 """The compiled products of packed weights: against the reference in torch, and what happens where there are none."""
 
-import ctypes
 import importlib
 import logging
 import math
 import os
 import shutil
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +15,12 @@ from torch import Tensor
 
 from backend_engine.errors import ConfigError
 from backend_engine.ops import native_library, native_runtime, packed_products
-from backend_engine.ops.native_runtime import NativeRuntime
 from backend_engine.ops.packed_products import Codes, PackedProducts, PackedWeight
 from backend_engine.quantization.schemes.codebook4 import E2M1, Codebook4
 from backend_engine.quantization.schemes.float8 import Float8
 from backend_engine.quantization.schemes.groupwise_int import GroupwiseInt
 from backend_engine.quantization.weight_scheme import WeightScheme
+from tests.support.native_variants import HERE, VARIANTS, compiled_variant
 
 IRREGULAR = tuple(math.sin(i * i) for i in range(16))
 E5M2 = torch.float8_e5m2
@@ -57,17 +55,12 @@ def products() -> PackedProducts:
     return found
 
 
-@pytest.fixture(params=["for this machine", "plain C", "wide vectors"])
+@pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PackedProducts:
     """The products as they run here, and as they would on other processors."""
-    if request.param == "for this machine":
+    if request.param == HERE:
         return products()
-    flags = ["-mno-avx2"] if request.param == "plain C" else ["-march=native", "-DLANES=16"]
-    library = tmp_path_factory.getbasetemp() / f"{request.param.replace(' ', '_')}.so"
-    if not library.exists():
-        command = [native_library._find_compiler(), *native_library._FLAGS, *flags, str(native_library.SOURCE)]
-        subprocess.run([*command, "-o", str(library)], check=True)
-    return PackedProducts(NativeRuntime(ctypes.CDLL(str(library))))
+    return PackedProducts(compiled_variant(request.param, tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture

@@ -12,9 +12,16 @@
 
 #define PANEL 16 /* rows */
 #define PANEL_VECS (PANEL / LANES)
-#define TILE_TOKENS 6           /* that are multiplied with a panel at once, all results in registers */
+#if LANES == 16
+#define TILE_TOKENS 12   /* that are multiplied with TILE_PANELS at once, all results in registers */
+#define TILE_COLUMNS 192 /* most columns of these panels that stay in the first level of the cache */
+#define TILE_PANELS 2
+#else
+#define TILE_TOKENS 6
+#define TILE_COLUMNS 288
+#define TILE_PANELS 1
+#endif
 #define FEW_TOKENS 6            /* up to so many, a weight is read once and not kept */
-#define TILE_COLUMNS 288        /* most columns of a panel that stay in the first level of the cache */
 #define TOKEN_BLOCK 240         /* most tokens of which TILE_COLUMNS stay in the second level */
 #define AHEAD 2048              /* bytes of each panel that are fetched before they are used */
 #define DENSE_SMALL 65536       /* bytes, or work that takes as long, of one thread */
@@ -72,11 +79,18 @@ INLINE void copy_row(float *to, const float *from, int count) {
         memcpy(to, from, (size_t)count * sizeof(float));
 }
 
-/* What is fetched meanwhile: `step` bytes a column. */
+/* What is fetched meanwhile: `step` bytes a column, with two panels also so many that are `apart`. */
 typedef struct {
     const char *from;
-    int64_t step;
+    int64_t step, apart;
 } fetch_plan;
+
+INLINE void fetch_some(const int panels, fetch_plan *plan) {
+    __builtin_prefetch(plan->from, 0, 2);
+    if (panels == 2)
+        __builtin_prefetch(plan->from + plan->apart, 0, 2);
+    plan->from += plan->step;
+}
 
 typedef struct {
     float *to;
@@ -97,7 +111,7 @@ typedef struct {
 INLINE int64_t chunk_unit(const dense_op *op, int64_t num_tokens, int num_threads) {
     if (num_tokens <= FEW_TOKENS)
         return num_tokens == 1 ? MAX_SIDE_BY_SIDE : 2;
-    return equal_parts((out_panels(op) + num_threads - 1) / num_threads, op->w->kind >= DENSE_I8 ? 5 : 8);
+    return equal_parts((out_panels(op) + num_threads - 1) / num_threads, op->w->kind >= DENSE_I8 && !HAS_VNNI ? 5 : 8);
 }
 
 static int64_t dense_chunks(const dense_op *op, const native_step *step, int num_threads) {

@@ -167,68 +167,86 @@ DIRECT_KIND(BF16)
 
 /* ---- many tokens: TILE_COLUMNS of a panel stay in the cache ------------------------------------------------------ */
 
-/* Columns of a panel with some tokens, TILE_COLUMNS apart. */
-INLINE void dense_tile(const int tokens, const float *panel, const float *x, int64_t length, tile_results results,
-                       fetch_plan fetch) {
-    vec sums[TILE_TOKENS][PANEL_VECS];
+/* Columns of one panel, or of two that are `apart`, with some tokens, TILE_COLUMNS apart. */
+INLINE void dense_tile(const int tokens, const int panels, const float *panel, int64_t apart, const float *x,
+                       int64_t length, tile_results results, fetch_plan fetch) {
+    const int num_vecs = panels * PANEL_VECS;
+    vec sums[TILE_TOKENS][TILE_PANELS * PANEL_VECS];
     for (int t = 0; t < tokens; t++)
-        for (int v = 0; v < PANEL_VECS; v++)
+        for (int v = 0; v < num_vecs; v++)
             sums[t][v] = results.is_first ? (vec){0} : load(results.to + t * results.stride + v * LANES);
     for (int64_t column = 0; column < length; column++) {
-        vec w[PANEL_VECS];
-        for (int v = 0; v < PANEL_VECS; v++) {
-            w[v] = load(panel + column * PANEL + v * LANES);
+        vec w[TILE_PANELS * PANEL_VECS];
+        for (int v = 0; v < num_vecs; v++) {
+            w[v] = load(panel + v / PANEL_VECS * apart + column * PANEL + v % PANEL_VECS * LANES);
             KEEP(w[v]);
         }
-        __builtin_prefetch(fetch.from, 0, 2);
-        fetch.from += fetch.step;
+        fetch_some(panels, &fetch);
         for (int t = 0; t < tokens; t++) {
             const vec token = broadcast(x[t * TILE_COLUMNS + column]);
-            for (int v = 0; v < PANEL_VECS; v++)
+            for (int v = 0; v < num_vecs; v++)
                 sums[t][v] = multiply_add(w[v], token, sums[t][v]);
         }
     }
     for (int t = 0; t < tokens; t++)
-        for (int v = 0; v < PANEL_VECS; v++) {
+        for (int v = 0; v < num_vecs; v++) {
             const vec sum = results.bias ? sums[t][v] + load(results.bias + v * LANES) : sums[t][v];
             store(results.to + t * results.stride + v * LANES, sum);
         }
 }
 
-#define TILE_OF(tokens)                                                                                                \
-    static __attribute__((noinline)) void tile_##tokens(const float *panel, const float *x, int64_t length,            \
-                                                        tile_results results, fetch_plan fetch) {                      \
-        dense_tile(tokens, panel, x, length, results, fetch);                                                          \
+#define TILE_OF(tokens, panels)                                                                                        \
+    static __attribute__((noinline)) void tile_##tokens##_##panels(                                                    \
+        const float *panel, int64_t apart, const float *x, int64_t length, tile_results results, fetch_plan fetch) {   \
+        dense_tile(tokens, panels, panel, apart, x, length, results, fetch);                                           \
     }
+#define TILES_OF(panels)                                                                                               \
+    TILE_OF(1, panels)                                                                                                 \
+    TILE_OF(2, panels)                                                                                                 \
+    TILE_OF(3, panels)                                                                                                 \
+    TILE_OF(4, panels)                                                                                                 \
+    TILE_OF(5, panels)                                                                                                 \
+    TILE_OF(6, panels)
 
-TILE_OF(1)
-TILE_OF(2)
-TILE_OF(3)
-TILE_OF(4)
-TILE_OF(5)
-TILE_OF(6)
+typedef void (*tile_function)(const float *, int64_t, const float *, int64_t, tile_results, fetch_plan);
+
+TILES_OF(1)
+#if TILE_PANELS == 2
+#define LARGE_TILES_OF(panels)                                                                                         \
+    TILE_OF(7, panels)                                                                                                 \
+    TILE_OF(8, panels)                                                                                                 \
+    TILE_OF(9, panels)                                                                                                 \
+    TILE_OF(10, panels)                                                                                                \
+    TILE_OF(11, panels)                                                                                                \
+    TILE_OF(12, panels)
+#define TILES(panels)                                                                                                  \
+    {tile_1_##panels, tile_2_##panels, tile_3_##panels, tile_4_##panels,  tile_5_##panels,  tile_6_##panels,           \
+     tile_7_##panels, tile_8_##panels, tile_9_##panels, tile_10_##panels, tile_11_##panels, tile_12_##panels}
+TILES_OF(2)
+LARGE_TILES_OF(1)
+LARGE_TILES_OF(2)
+static const tile_function tiles[][TILE_TOKENS] = {TILES(1), TILES(2)};
+#undef LARGE_TILES_OF
+#undef TILES
+#else
+static const tile_function tiles[][TILE_TOKENS] = {{tile_1_1, tile_2_1, tile_3_1, tile_4_1, tile_5_1, tile_6_1}};
+#endif
 #undef TILE_OF
+#undef TILES_OF
 
-typedef void (*tile_function)(const float *, const float *, int64_t, tile_results, fetch_plan);
-
-static const tile_function tiles[TILE_TOKENS] = {tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
-
-/* Memory of a chunk. panel: columns of one as float32; last_panel: results of one some of whose rows are not there. */
+/* Memory of a chunk. panels: columns of some as float32; last_panel: results of one some of whose rows are not there. */
 typedef struct {
-    float panel[TILE_COLUMNS * PANEL];
+    float panels[TILE_PANELS * TILE_COLUMNS * PANEL];
     float x[TOKEN_BLOCK * TILE_COLUMNS];
     float last_panel[TOKEN_BLOCK * PANEL];
 } dense_memory;
 
 _Static_assert(sizeof(dense_memory) <= SCRATCH_FLOATS * sizeof(float), "what a chunk needs");
 
-/* Weights in float32; short ones are widened once for all tokens. count: a multiple of LANES. */
-INLINE const float *as_floats(int64_t kind, const char *data, int64_t count, float *memory) {
-    if (kind == DENSE_F32)
-        return (const float *)data;
+/* Short weights are widened once for all tokens. count: a multiple of LANES. */
+INLINE void widen(int64_t kind, const char *data, int64_t count, float *memory) {
     for (int64_t i = 0; i < count; i += LANES)
         store(memory + i, kind == DENSE_F16 ? load_weights(DENSE_F16, data, i) : load_weights(DENSE_BF16, data, i));
-    return memory;
 }
 
 /* Panels first to end, columns begin to begin + length, with the tokens that lie in memory->x. */
@@ -237,10 +255,15 @@ static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t 
     const dense_weight *w = op->w;
     const int64_t column_bytes = PANEL * number_bytes(w->kind), groups = (num_tokens + TILE_TOKENS - 1) / TILE_TOKENS;
     const int is_last = begin + length == w->columns;
-    for (int64_t panel = first; panel < end; panel++) {
+    int panels;
+    for (int64_t panel = first; panel < end; panel += panels) {
+        panels = panel + TILE_PANELS <= end && rows_of_panel(w, panel + TILE_PANELS - 1) >= PANEL ? TILE_PANELS : 1;
         const char *data = (const char *)w->data + (panel * w->columns + begin) * column_bytes;
-        const char *next = panel + 1 < end ? data + w->columns * column_bytes : data;
-        const float *numbers = as_floats(w->kind, data, length * PANEL, memory->panel);
+        const char *next = panel + panels < end ? data + panels * w->columns * column_bytes : data;
+        const float *numbers = w->kind == DENSE_F32 ? (const float *)data : memory->panels;
+        const int64_t apart = w->kind == DENSE_F32 ? w->columns * PANEL : length * PANEL;
+        for (int p = 0; p < panels && w->kind != DENSE_F32; p++)
+            widen(w->kind, data + p * w->columns * column_bytes, length * PANEL, memory->panels + p * apart);
         const int rows = rows_of_panel(w, panel);
         tile_results results = {op->out + token * op->out_stride + panel * PANEL, op->out_stride, begin == 0,
                                 is_last && w->bias ? w->bias + panel * PANEL : 0};
@@ -250,10 +273,11 @@ static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t 
         }
         for (int64_t group = 0; group < groups; group++) {
             const int64_t start = num_tokens * group / groups, stop = num_tokens * (group + 1) / groups;
-            const fetch_plan fetch = {next + length * group / groups * column_bytes, column_bytes / groups};
+            const fetch_plan fetch = {next + length * group / groups * column_bytes, column_bytes / groups,
+                                      w->columns * column_bytes};
             tile_results part = results;
             part.to += start * results.stride;
-            tiles[stop - start - 1](numbers, memory->x + start * TILE_COLUMNS, length, part, fetch);
+            tiles[panels - 1][stop - start - 1](numbers, apart, memory->x + start * TILE_COLUMNS, length, part, fetch);
         }
         if (rows < PANEL && is_last)
             for (int64_t t = 0; t < num_tokens; t++)

@@ -62,14 +62,20 @@ INLINE int64_t num_blocks(int64_t kind, int64_t columns) {
     return (columns + block - 1) / block;
 }
 
-/* Blocks of `block` units, the last of which may be shorter; codes: [words][tokens], of these units; token_scales: what
- * a token has for each block; row_scales [blocks][PANEL], or NULL; totals: [tokens][PANEL].
+/* A range of a panel: its codes, row_scales [blocks][PANEL] or NULL, and totals [tokens][PANEL]. */
+typedef struct {
+    const void *codes;
+    const float *row_scales;
+    float *totals;
+} panel_range;
+
+/* Some panels (with VNNI up to two) with a group of tokens. Blocks of `block` units, the last of which may be shorter;
+ * codes: [words][tokens], of these units; token_scales: what a token has for each block.
  */
 typedef struct {
-    const void *panel;
-    const float *codes, *token_scales, *row_scales;
+    panel_range panels[2];
+    const float *codes, *token_scales;
     int64_t units, block;
-    float *totals;
 } int_range;
 
 typedef void (*range_function)(const int_range *, fetch_plan);
@@ -81,6 +87,8 @@ INLINE int32_t largest_of(ivec v) {
     const __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#elif HAS_VNNI
+    return _mm512_reduce_max_epi32((__m512i)v);
 #else
     int32_t largest = v[0];
     for (int lane = 1; lane < LANES; lane++)
@@ -127,12 +135,23 @@ INLINE void add_scaled(float *totals, int_sums sums, float token_scale, const fl
 
 #include "dense_int16.h"
 #include "dense_int8.h"
+#include "dense_vnni.h"
 
 /* ---- groups of tokens -------------------------------------------------------------------------------------------- */
 
 /* Tokens of a group: as many as have their sums in registers, or fewer if that makes groups of equal size. */
 INLINE int64_t group_size(int64_t kind, int64_t num_tokens) {
-    return equal_parts(num_tokens, kind == DENSE_W8A8 ? BYTE_TILE : INT_TILE);
+    return equal_parts(num_tokens, HAS_VNNI ? VNNI_TILE : kind == DENSE_W8A8 ? BYTE_TILE : INT_TILE);
+}
+
+/* How ranges of one panel or a pair are multiplied with so many tokens less one. */
+INLINE const range_function *ranges_of(int64_t kind, int is_pair) {
+#if HAS_VNNI
+    return vnni_ranges[kind - DENSE_I8][is_pair];
+#else
+    (void)is_pair;
+    return kind == DENSE_W8A8 ? byte_ranges : kind == DENSE_I8 ? int8_ranges : int16_ranges;
+#endif
 }
 
 INLINE int64_t tokens_of_group(int64_t num_tokens, int64_t size, int64_t group) {
@@ -170,7 +189,7 @@ static void round_chunk(const round_op *op, const native_step *step, int64_t chu
 /* Memory of a chunk. */
 typedef struct {
     int16_t panel[RANGE_UNITS * PAIR_CODES]; /* int8, widened */
-    float totals[TOKEN_BLOCK * PANEL], up[TOKEN_BLOCK * PANEL];
+    float totals[TOKEN_BLOCK * PANEL], others[TOKEN_BLOCK * PANEL]; /* of the second of two panels */
 } int_memory;
 
 _Static_assert(sizeof(int_memory) <= SCRATCH_FLOATS * sizeof(float), "what a chunk needs");
@@ -182,36 +201,53 @@ typedef struct {
     int64_t stride, first, count, size;
 } token_range;
 
-/* Units begin to end of a panel with all tokens. int8 that is used more than once is widened; meanwhile, what is needed
- * next is fetched.
+/* Panels that are multiplied together, and their totals; the second is -1 where there is only one. */
+typedef struct {
+    int64_t panels[2];
+    float *totals[2];
+} panel_pair;
+
+/* Units begin to end of a panel, before any token. int8 that is used more than once is widened, if it is not by the
+ * multiplication.
  */
-static void range_of_panel(const dense_weight *w, int64_t panel, int64_t begin, int64_t end, token_range tokens,
-                           const char *next, int_memory *memory, float *totals) {
+INLINE panel_range range_of_panel(const dense_weight *w, int64_t panel, int64_t begin, int64_t units, int widens,
+                                  int_memory *memory) {
+    const int64_t all_units = num_units(w->kind, w->columns), columns = begin * unit_columns(w->kind);
+    panel_range range = {(const char *)w->data + (panel * all_units + begin) * unit_bytes(w->kind), 0, 0};
+    if (w->kind == DENSE_I16)
+        range.row_scales = w->scales + (panel * num_blocks(w->kind, w->columns) + columns / INT16_BLOCK) * PANEL;
+    if (widens) {
+        const int8_t *codes = range.codes;
+        for (int64_t i = 0; i < units * PAIR_CODES; i++)
+            memory->panel[i] = codes[i];
+        range.codes = memory->panel;
+    }
+    return range;
+}
+
+/* Units begin to end of some panels with all tokens; meanwhile, what is needed next is fetched. */
+static void multiply_units(const dense_weight *w, panel_pair pair, int64_t begin, int64_t end, token_range tokens,
+                           const char *next, int_memory *memory) {
     const int is_bytes = w->kind == DENSE_W8A8;
     const int64_t all_units = num_units(w->kind, w->columns), block = code_block(w->kind, w->columns);
     const int64_t groups = (tokens.count + tokens.size - 1) / tokens.size, bytes = unit_bytes(w->kind);
     const int64_t first_word = is_bytes ? byte_words(begin) : begin;
     const int64_t block_index = begin * unit_columns(w->kind) / block, scales_of_block = is_bytes ? 2 : 1;
     const int64_t first_scale = (is_bytes ? byte_words(all_units) : all_units) + block_index * scales_of_block;
+    const int widens = w->kind == DENSE_I8 && groups > 1 && !HAS_VNNI, is_pair = pair.panels[1] >= 0;
     int_range range = {.units = end - begin, .block = block / unit_columns(w->kind)};
-    range.panel = (const char *)w->data + (panel * all_units + begin) * bytes;
-    if (w->kind == DENSE_I16)
-        range.row_scales = w->scales + (panel * num_blocks(w->kind, w->columns) + block_index) * PANEL;
-    const range_function *multiply = is_bytes ? byte_ranges : w->kind == DENSE_I8 ? int8_ranges : int16_ranges;
-    if (w->kind == DENSE_I8 && groups > 1) {
-        const int8_t *codes = range.panel;
-        for (int64_t i = 0; i < range.units * PAIR_CODES; i++)
-            memory->panel[i] = codes[i];
-        range.panel = memory->panel;
-        multiply = int16_ranges;
-    }
+    for (int p = 0; p <= is_pair; p++)
+        range.panels[p] = range_of_panel(w, pair.panels[p], begin, range.units, widens, memory);
+    const range_function *multiply = ranges_of(widens ? DENSE_I16 : w->kind, is_pair);
     for (int64_t group = 0; group < groups; group++) {
         const int64_t count = tokens_of_group(tokens.count, tokens.size, group);
         const float *rows = tokens.rows + (tokens.first + group * tokens.size) * tokens.stride;
         range.codes = rows + first_word * count;
         range.token_scales = rows + first_scale * count;
-        range.totals = totals + group * tokens.size * PANEL;
-        const fetch_plan fetch = {next + range.units * group / groups * bytes, bytes / groups};
+        for (int p = 0; p <= is_pair; p++)
+            range.panels[p].totals = pair.totals[p] + group * tokens.size * PANEL;
+        const fetch_plan fetch = {next + range.units * group / groups * bytes, bytes / groups,
+                                  (pair.panels[1] - pair.panels[0]) * all_units * bytes};
         multiply[count - 1](&range, fetch);
     }
 }
@@ -242,28 +278,39 @@ INLINE void finish_panel(const dense_op *op, int64_t panel, token_range tokens, 
     }
 }
 
-/* Adds up a panel with all tokens; meanwhile, the next one is fetched. */
-static void int_panel(const dense_weight *w, token_range tokens, int64_t panel, int64_t next_panel, int_memory *memory,
-                      float *totals) {
+/* Adds up panels with all tokens; meanwhile, the next one is fetched. */
+static void int_panel(const dense_weight *w, token_range tokens, panel_pair pair, int64_t next_panel,
+                      int_memory *memory) {
     const int64_t units = num_units(w->kind, w->columns), bytes = unit_bytes(w->kind);
     const int64_t block = code_block(w->kind, w->columns) / unit_columns(w->kind), most = RANGE_UNITS / block * block;
-    memset(totals, 0, (size_t)tokens.count * PANEL * sizeof(float));
+    for (int p = 0; p < 2 && pair.panels[p] >= 0; p++)
+        memset(pair.totals[p], 0, (size_t)tokens.count * PANEL * sizeof(float));
     for (int64_t begin = 0; begin < units; begin += most) {
         const int64_t stop = begin + most < units ? begin + most : units;
-        const char *next = (const char *)w->data + (stop < units ? panel * units + stop : next_panel * units) * bytes;
+        const int64_t next_unit = stop < units ? pair.panels[0] * units + stop : next_panel * units;
+        const char *next = (const char *)w->data + next_unit * bytes;
         if (tokens.count <= tokens.size)
             next += AHEAD - (stop - begin) * bytes;
-        range_of_panel(w, panel, begin, stop, tokens, next, memory, totals);
+        multiply_units(w, pair, begin, stop, tokens, next, memory);
     }
 }
 
+/* Two panels at once are the ones that gate and the gated, or neighbours. */
 static void int_panels(const dense_op *op, token_range tokens, int64_t first, int64_t end, int_memory *memory) {
-    for (int64_t panel = first; panel < end; panel++) {
-        const int64_t up = panel + out_panels(op);
-        int_panel(op->w, tokens, panel, op->gated ? up : panel + 1, memory, memory->totals);
-        if (op->gated)
-            int_panel(op->w, tokens, up, panel + 1, memory, memory->up);
-        finish_panel(op, panel, tokens, memory->totals, memory->up);
+    int64_t panels;
+    for (int64_t panel = first; panel < end; panel += panels) {
+        panels = !op->gated && HAS_VNNI && panel + 1 < end ? 2 : 1;
+        const int64_t other = op->gated ? panel + out_panels(op) : panels == 2 ? panel + 1 : -1;
+        panel_pair pair = {{panel, other}, {memory->totals, memory->others}};
+        if (other >= 0 && !HAS_VNNI) {
+            pair.panels[1] = -1;
+            int_panel(op->w, tokens, pair, other, memory);
+            pair = (panel_pair){{other, -1}, {memory->others, 0}};
+        }
+        int_panel(op->w, tokens, pair, panel + panels, memory);
+        finish_panel(op, panel, tokens, memory->totals, memory->others);
+        if (panels == 2)
+            finish_panel(op, other, tokens, memory->others, 0);
     }
 }
 

@@ -109,16 +109,16 @@ INLINE void multiply_range(const int kind, const int tokens, const int_range *ra
         add_scaled(totals + t * PANEL + 8, high##t, token_scales[t], row_scales ? row_scales + 8 : 0);                 \
     }
     const int16_t *codes = (const int16_t *)range->codes;
-    const float *token_scales = range->token_scales, *row_scales = range->row_scales;
-    float *totals = range->totals;
+    const float *token_scales = range->token_scales, *row_scales = range->panels[0].row_scales;
+    const void *panel = range->panels[0].codes;
+    float *totals = range->panels[0].totals;
     for (int64_t begin = 0; begin < range->units; begin += range->block) {
         const int64_t end = range->units - begin < range->block ? range->units : begin + range->block;
         OF_EACH_TOKEN(START)
         for (int64_t pair = begin; pair < end; pair++) {
-            const weight_pairs w_low = load_pairs(kind, range->panel, pair * PAIR_CODES);
-            const weight_pairs w_high = load_pairs(kind, range->panel, pair * PAIR_CODES + PANEL);
-            __builtin_prefetch(fetch.from, 0, 2);
-            fetch.from += fetch.step;
+            const weight_pairs w_low = load_pairs(kind, panel, pair * PAIR_CODES);
+            const weight_pairs w_high = load_pairs(kind, panel, pair * PAIR_CODES + PANEL);
+            fetch_some(1, &fetch);
             OF_EACH_TOKEN(MULTIPLY)
             codes += 2 * tokens;
         }

@@ -39,6 +39,9 @@ INLINE ivec round_part(const float *x, int64_t columns, float factor, int8_t *co
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(halves[0], halves[1]), order);
     _mm256_storeu_si256((__m256i *)codes, bytes);
+#elif HAS_VNNI
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i *)codes + i, _mm512_cvtepi32_epi8((__m512i)wide[i]));
 #else
     for (int i = 0; i < PART; i++)
         codes[i] = (int8_t)wide[i / LANES][i % LANES];
@@ -161,11 +164,12 @@ INLINE void multiply_byte_range(const int tokens, const int_range *range, fetch_
         add_byte_products(&low##t, &high##t, w_low, w_high, codes + t, factors + t);
 #define FINISH(t)                                                                                                      \
     if (tokens > t) {                                                                                                  \
-        add_scaled(range->totals + t * PANEL, low##t, scales[t], 0);                                                   \
-        add_scaled(range->totals + t * PANEL + 8, high##t, scales[t], 0);                                              \
+        add_scaled(totals + t * PANEL, low##t, scales[t], 0);                                                   \
+        add_scaled(totals + t * PANEL + 8, high##t, scales[t], 0);                                              \
     }
     const float *codes = range->codes, *scales = range->token_scales;
-    const char *panel = range->panel;
+    const char *panel = range->panels[0].codes;
+    float *totals = range->panels[0].totals;
     for (int64_t begin = 0; begin < range->units; begin += range->block, scales += 2 * tokens) {
         const int64_t end = range->units - begin < range->block ? range->units : begin + range->block;
         OF_EACH_TOKEN(START)
@@ -175,8 +179,7 @@ INLINE void multiply_byte_range(const int tokens, const int_range *range, fetch_
             codes += tokens;
             for (int64_t unit = part; unit < stop; unit++, panel += 4 * PANEL, codes += tokens) {
                 const weight_quads w_low = load_quads(panel), w_high = load_quads(panel + 2 * PANEL);
-                __builtin_prefetch(fetch.from, 0, 2);
-                fetch.from += fetch.step;
+                fetch_some(1, &fetch);
                 OF_EACH_TOKEN(MULTIPLY)
             }
         }

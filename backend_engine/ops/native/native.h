@@ -35,6 +35,13 @@
 #endif
 #endif
 
+/* Whether there are vectors of 16 integers, and instructions that multiply and add their halves or quarters. */
+#if LANES == 16 && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 
