@@ -17,6 +17,7 @@ from backend_engine.builder.model_files import write_model_files
 from backend_engine.builder.new_folder import new_folder
 from backend_engine.builder.rank_files import RankWriter, stored_of
 from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.engine_folder import verifying
 from backend_engine.checkpoint.hf_folder import architecture
 from backend_engine.checkpoint.loader import Progress
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
@@ -193,7 +194,7 @@ class _Engine:
         """Fill the model a few layers at a time and write what each rank holds. Returns the tensors with NaN."""
         writers = [RankWriter(folder, rank) for rank in range(len(self._shards))]
         with_nan: list[str] = []
-        with self._weights.verified(), torch.inference_mode():
+        with verifying(self._checkpoint), torch.inference_mode():
             for group, names in _groups(self._targets).items():
                 targets = {name: _with_memory(self._targets[name]) for name in names}
                 with_nan += self._weights.fill(targets)

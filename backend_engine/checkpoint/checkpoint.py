@@ -18,7 +18,8 @@ class Checkpoint:
     """path: the folder or file. kind: ``hugging_face``, ``gguf``, ``nemo``, ``megatron`` or ``engine``. config:
     config.json, or what stands for it. generation: generation_config.json, ``None`` without one. open_tensors: the
     readers of its files, each tensor in one of them. origin: in what its config was found, for messages. engine: what
-    an engine folder says of itself, ``None`` for every other kind.
+    an engine folder says of itself, ``None`` for every other kind. is_verified: whether nobody has to compare checksums
+    any more, see ``engine_folder.verifying``.
     """
 
     path: Path
@@ -28,3 +29,4 @@ class Checkpoint:
     generation: Mapping[str, Any] | None = None
     origin: str = "config.json"
     engine: EngineManifest | None = None
+    is_verified: bool = True

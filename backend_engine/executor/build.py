@@ -13,6 +13,7 @@ import torch
 from backend_engine import envs
 from backend_engine.admission import AdmissionLimits
 from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.engine_folder import verifying
 from backend_engine.checkpoint.generation_config import generation_defaults, sampling_defaults
 from backend_engine.checkpoint.open_checkpoint import open_checkpoint
 from backend_engine.config.engine_args import EngineArgs
@@ -67,7 +68,13 @@ class Engine(NamedTuple):
 def create_engine(args: EngineArgs) -> Engine:
     """Load the model and put everything together. ``ModelLoadError`` or ``ConfigError`` in one line."""
     started = time.monotonic()
-    checkpoint = open_checkpoint(args.model)
+    with verifying(open_checkpoint(args.model)) as checkpoint:
+        engine = _create_engine(args, checkpoint)
+    _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, engine.config)
+    return engine
+
+
+def _create_engine(args: EngineArgs, checkpoint: Checkpoint) -> Engine:
     resolved = resolve(args, describe_model(checkpoint, args.model_backend, args.trust_remote_code), device_info())
     config = resolved.config
     for reason in resolved.reasons:
@@ -105,7 +112,6 @@ def create_engine(args: EngineArgs) -> Engine:
         sampling_defaults=_sampling_defaults(args, checkpoint),
         max_input_len=config.max_input_len,
     )
-    _logger.info("engine ready in %.1f s: %s", time.monotonic() - started, config)
     return Engine(executor, limits, config)
 
 

@@ -1,16 +1,12 @@
 """``EngineWeights``: the weights of an engine folder, put together from the files of its ranks.
 
 Used by ``native_backend.py``; ``builder/`` writes what it reads, by the same names. Every tensor's shape and dtype is
-compared with what the manifest's forms ask for before any memory is taken; the files' checksums are compared while the
-weights are read, and a model is handed out only when they are right. However many ranks the folder was built for, one
-device gets the whole model.
+compared with what the manifest's forms ask for before any memory is taken. However many ranks the folder was built for,
+one device gets the whole model.
 """
 
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +17,6 @@ from backend_engine.checkpoint.loader import Progress
 from backend_engine.checkpoint.stored_weights import TensorFiles
 from backend_engine.checkpoint.tensor_reader import TensorReader
 from backend_engine.checkpoint.torch_file import DTYPE_NAMES
-from backend_engine.config.engine_files import check_weight_files
 from backend_engine.config.engine_manifest import ENGINE_FILE, EngineManifest
 from backend_engine.core.tensor_info import TensorInfo
 from backend_engine.errors import ModelLoadError
@@ -230,21 +225,6 @@ class EngineWeights(WeightSource):
     def _as_stored(self, part: PackedPart, piece: Piece) -> Piece:
         """Plain rows beside packed ones may be stored in another dtype than they are kept in."""
         return piece._replace(dtypes=FLOAT_DTYPES) if isinstance(part.scheme, Plain) else piece
-
-    @contextmanager
-    def verified(self) -> Iterator[None]:
-        stop = threading.Event()
-        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-            check = pool.submit(check_weight_files, self._folder, self._manifest, stop=stop)
-            try:
-                yield
-            except ModelLoadError:
-                check.result()
-                raise
-            except BaseException:
-                stop.set()
-                raise
-            check.result()
 
     def fill(self, targets: Mapping[str, LoadTarget], progress: Progress | None = None) -> tuple[str, ...]:
         for done, (name, target) in enumerate(targets.items(), start=1):

@@ -12,6 +12,7 @@ import torch
 from backend_engine.attention.paged_kv import KvScales
 from backend_engine.attention.select import select_backend
 from backend_engine.checkpoint.checkpoint import Checkpoint
+from backend_engine.checkpoint.engine_folder import verifying
 from backend_engine.checkpoint.hf_folder import stated_dtype
 from backend_engine.checkpoint.stored_weights import StoredWeights, TensorFiles
 from backend_engine.config.model_facts import ModelFacts
@@ -93,7 +94,7 @@ class NativeBackend(ModelBackend):
             # Without memory first: whether the files hold what config.json asks for is known before any is taken.
             outline = CausalLM(spec, dataclasses.replace(parts, options=tensors._replace(device=torch.device("meta"))))
             weights.check(outline)
-            with weights.verified():
+            with verifying(checkpoint):
                 model = CausalLM(spec, parts)
                 targets = model.load_targets()
                 if options.plain_weights:

@@ -5,7 +5,6 @@ Made by ``native_backend.py``. Both say whether they hold the model before any m
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from backend_engine.checkpoint.kv_scales import find_kv_scales, read_kv_scales
@@ -51,12 +50,6 @@ class WeightSource(ABC):
         """Compare what the model needs (``outline``: it without memory) with what is there; reads no weight. Returns
         how each layer's weight is kept, its rows in order. Raises ``ModelLoadError``.
         """
-
-    def verified(self) -> AbstractContextManager[None]:
-        """While it is open, all that is read is compared with its checksums, where there are any, in the background.
-        Raises ``ModelLoadError`` at its end, and instead of one that a damaged file led to.
-        """
-        return nullcontext()
 
     @abstractmethod
     def fill(self, targets: Mapping[str, LoadTarget], progress: Progress | None = None) -> tuple[str, ...]:

@@ -74,12 +74,13 @@ class StepTable:
 TokenTable = ByteTable | TextTable | StepTable | None
 
 
-def build_token_table(rust: Any, special_ids: frozenset[int]) -> TokenTable:
-    """The table of a ``tokenizers.Tokenizer``; ``None`` without one, or when its decoder is written in Python."""
+def build_token_table(rust: Any, num_ids: int, special_ids: frozenset[int]) -> TokenTable:
+    """The table of a ``tokenizers.Tokenizer`` with ids below ``num_ids``; ``None`` without one, or when its decoder is
+    written in Python.
+    """
     steps = None if rust is None else _decoder_steps(rust)
     if steps is None:
         return None
-    num_ids = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     tokens: list[str | None] = [rust.id_to_token(i) for i in range(num_ids)]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_table(tokens, special_ids)

@@ -5,6 +5,7 @@ to the Rust tokenizer underneath and never changes its settings, since Hugging F
 thread-safe. Never loads weights.
 """
 
+import functools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -104,8 +105,15 @@ class Tokenizer:
             return dict(self._rust.get_vocab(with_added_tokens=True))
         return dict(self._hf.get_vocab())
 
+    @functools.cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
     def ids_from(self, first_id: int) -> dict[int, str]:
         """The tokens of all ids from ``first_id`` on, by id."""
+        if first_id >= self.num_ids:
+            return {}
         beyond = {i: token for token, i in self.vocabulary().items() if i >= first_id}
         return {i: beyond[i] for i in sorted(beyond)}
 
@@ -206,7 +214,7 @@ class Tokenizer:
         """What each token is in text, for detokenizers; built on first use and shared."""
         with self._lock:
             if self._table is None:
-                self._table = build_token_table(self._rust, self.special_ids)
+                self._table = build_token_table(self._rust, self.num_ids, self.special_ids)
             return self._table
 
     def _around_texts(self) -> tuple[list[int], bool]:

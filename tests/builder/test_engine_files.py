@@ -14,6 +14,7 @@ from typing import IO
 
 import pytest
 
+from backend_engine.checkpoint.engine_folder import verifying
 from backend_engine.checkpoint.generation_config import generation_defaults
 from backend_engine.checkpoint.open_checkpoint import is_checkpoint, kind_of, open_checkpoint
 from backend_engine.config import engine_files
@@ -26,7 +27,7 @@ from backend_engine.config.engine_files import (
     weight_names,
 )
 from backend_engine.config.engine_manifest import ENGINE_FILE, EngineManifest, FileEntry, manifest_text, read_manifest
-from backend_engine.errors import ModelLoadError
+from backend_engine.errors import ConfigError, ModelLoadError
 from backend_engine.text.tokenizer import load_tokenizer
 from tests.support.engine_folders import some_manifest, write_engine_folder
 from tests.support.table_model import token_id
@@ -229,6 +230,51 @@ def test_whoever_watches_may_stop_it(folder: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         check_weight_files(folder, manifest, stop)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checksum")]
+
+
+def test_a_folder_is_read_while_its_checksums_are_compared(folder: Path) -> None:
+    """What is made of it counts at the end, where a wrong one is told of, instead of what it led to."""
+    with verifying(open_checkpoint(folder)) as checkpoint, verifying(checkpoint) as again:
+        assert again.is_verified and again.open_tensors()
+        assert len([thread for thread in threading.enumerate() if thread.name.startswith("checksums")]) <= 1
+    flip(folder / WEIGHTS[1], 20)
+    reached: list[str] = []
+
+    def use(*errors: BaseException) -> None:
+        with verifying(open_checkpoint(folder)):
+            reached.append("inside")
+            for error in errors:
+                raise error
+
+    refusal(use, WEIGHTS[1])
+    refusal(lambda: use(ModelLoadError("a tensor has an odd shape")), WEIGHTS[1])
+    for other in (KeyboardInterrupt(), ConfigError("no such precision")):
+        with pytest.raises(type(other)):
+            use(other)
+    assert len(reached) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checksum")]
+
+
+def test_nobody_waits_for_checksums_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.engine is not None
+    endless = {name: FileEntry(1 << 62, entry.sha256) for name, entry in checkpoint.engine.files.items()}
+    checkpoint = dataclasses.replace(checkpoint, engine=dataclasses.replace(checkpoint.engine, files=endless))
+
+    def opened(path: Path) -> IO[bytes]:
+        return Path("/dev/zero").open("rb")
+
+    monkeypatch.setattr(engine_files, "open_regular", opened)
+    monkeypatch.setattr(engine_files, "_size", lambda path: 1 << 62)
+    with pytest.raises(KeyboardInterrupt), verifying(checkpoint):
+        raise KeyboardInterrupt
+
+
+def test_a_checkpoint_without_checksums_is_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    with verifying(checkpoint) as found:
+        assert found is checkpoint
 
 
 def test_progress_comes_in_order(folder: Path) -> None:

@@ -91,3 +91,28 @@ def test_padding_changes_no_row(form: str, bias: bool) -> None:
         assert result.shape == (num_rows, 32)
         exactness = {"atol": 1e-5, "rtol": 1e-5} if form == "plain" else {"atol": 0.0, "rtol": 0.0}
         torch.testing.assert_close(result, alone[:num_rows], **exactness)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_may_be_taken_as_the_file_has_it(form: str, dtype: torch.dtype) -> None:
+    """Without a plain copy of it, where it is packed by the native library; elsewhere it is to be copied."""
+    method = Unquantized(False if form == "plain" else None)
+    weight = torch.randn(32, 24, generator=torch.Generator().manual_seed(3)).to(dtype)
+    layer = Linear(24, (16, 8, 8), method, TensorOptions(torch.float32, CPU), True)
+    assert layer.bias is not None
+    layer.bias.copy_(torch.arange(32.0))
+    assert method.take(layer, weight) == (form == "native")
+    if form != "native":
+        assert layer.weight is not None and layer.dense_weight is None
+        layer.weight.copy_(weight)
+    kept = weight.float().clone()
+    weight.zero_()
+    layer.after_loading()
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(layer(x), F.linear(x, kept, torch.arange(32.0)), atol=1e-5, rtol=1e-5)
+    assert torch.equal(layer.quant.dequantize(layer), kept)
+
+
+def test_a_weight_is_not_taken_in_another_dtype_than_float32() -> None:
+    layer = Linear(24, (32,), Unquantized(), TensorOptions(torch.bfloat16, CPU), False)
+    assert not layer.quant.take(layer, torch.zeros(32, 24))
