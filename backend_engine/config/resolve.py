@@ -129,7 +129,7 @@ def _device(info: DeviceInfo, reasons: list[str]) -> str:
 
 def _dtype(device: str, model: ModelFacts, reasons: list[str]) -> str:
     if device == "cpu":
-        reasons.append("dtype float32: fastest for matrix products on a CPU without native 16-bit units")
+        reasons.append("dtype float32: what the native operators of a CPU compute in")
         return "float32"
     dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
     reasons.append(f"dtype {dtype}: the checkpoint states {model.dtype}")

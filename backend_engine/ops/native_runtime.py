@@ -170,6 +170,7 @@ class NativeRuntime:
         self._profile.argtypes = (address, number, address, threads, address)
         self.lanes = int(library.native_lanes())
         self.has_avx2 = bool(library.native_has_avx2())
+        self.has_vnni = bool(library.native_has_vnni())
         self._local = threading.local()
 
     @property
@@ -253,5 +254,6 @@ def native_runtime() -> NativeRuntime | None:
         log.warning("operators on a CPU are torch's, which is slower: %s", error)
         return None
     vectors = "AVX2" if runtime.has_avx2 and runtime.lanes == 8 else f"{runtime.lanes} numbers a vector"
+    vectors += ", VNNI for integers" if runtime.has_vnni else ""
     log.info("native operators (%s): loaded in %.1f s", vectors, time.perf_counter() - start)
     return runtime

@@ -76,6 +76,8 @@ def build_rust(model: SentencePieceModel, added: Mapping[int, AddedToken], prefi
     if wholes:
         longest_first = sorted(wholes, key=len, reverse=True)
         steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated"))
+        # What is left whole is looked up, and a text that is spelled as the piece of a byte is no such piece.
+        steps.append(pre_tokenizers.Split(Regex(r"(?<=\A<0x[0-9A-F])[0-9A-F]>\z"), "isolated"))
     if steps:
         rust.pre_tokenizer = pre_tokenizers.Sequence(steps)
     rust.decoder = _decoder(model, has_prefix)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend_engine.attention import native_attention
@@ -20,6 +20,7 @@ from backend_engine.attention.native_attention import NativeAttention, pieces_of
 from backend_engine.attention.paged_kv import KvScales, paged_kv
 from backend_engine.attention.select import select_backend
 from backend_engine.attention.torch_attention import TorchAttention
+from backend_engine.attention.torch_pieces import fresh_parts, part_len
 from backend_engine.core.kv_spec import KvSpec
 from backend_engine.kv_cache.kv_pool import KV_DTYPES, KVPool
 from backend_engine.ops.torch_ops import TorchOps
@@ -70,9 +71,12 @@ class Texts:
         self.kv = paged_kv(pool.layers[0], SCALES)
 
     def fill(self, request: int, count: int) -> None:
-        """Put the first tokens of a request into the pool, as an earlier step would have."""
+        """Put the first tokens of a request into the pool, as an earlier step would have: a block is zeroed first."""
         if count:
-            slots = metadata_of([count], [count], self.tables[request : request + 1], self.size).slot_mapping
+            metadata = metadata_of([count], [count], self.tables[request : request + 1], self.size)
+            parts, slots = fresh_parts(metadata, CPU), metadata.slot_mapping
+            if parts is not None:
+                self.kv.clear(parts.of(self.kv.num_planes), part_len(self.size))
             _, k, v = self._split(self.fused[request][:count])
             ops = TorchOps()
             self.kv.append(ops, k, v, ops.kv_rows(slots, self.size))
@@ -134,6 +138,7 @@ def test_random_ragged_batches_beside_a_dense_attention(layout: str, name: str) 
     dtype=st.sampled_from(sorted(KV_DTYPES)),
     num_threads=st.integers(1, 3),
 )  # fmt: skip
+@example([(1, 1), (2, 1)], 3, 1, 1, 8, None, None, False, "bfloat16", 1)  # begins within a block
 def test_it_is_as_the_reference_in_torch(
     rows: list[tuple[int, int]], size: int, kv_heads: int, group: int, dim: int, window: int | None,
     softcap: float | None, has_sinks: bool, dtype: str, num_threads: int,

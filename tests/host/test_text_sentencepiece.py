@@ -57,6 +57,8 @@ def is_tie(algorithm: str, ids: list[int], others: list[int]) -> bool:
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(KINDS), TEXTS, st.booleans())
 @example(("unigram", "gemma"), "中文x.中文中文中文", True)  # a tie: 中文 before 中文中文, or behind it
+@example(("bpe", "gemma"), "<0x41>", False)  # spelled as the piece of a byte, and none
+@example(("bpe", "trimmed"), "<0x0A>", False)
 def test_ids_are_sentencepieces(loaded: Loaded, kind: tuple[str, str], text: str, with_piece: bool) -> None:
     tokenizer, processor = loaded[kind]
     text = text.replace("</s>", "")  # a control token in our text, and no text in theirs

@@ -52,9 +52,10 @@ static void op_chunk(const void *op, const native_step *step, int64_t chunk, int
 
 __attribute__((constructor)) static void prepare_for_forks(void) { pthread_atfork(0, 0, forget_workers); }
 
-/* Numbers of a vector, and whether products use AVX2. */
+/* Numbers of a vector, and whether products use AVX2 and, of integers, VNNI. */
 int native_lanes(void) { return LANES; }
 int native_has_avx2(void) { return HAS_AVX2; }
+int native_has_vnni(void) { return HAS_VNNI; }
 
 /* Runs operations one after another. Returns 0, or 1 without memory. */
 int native_run(const void *const *ops, int64_t num_ops, const native_step *step, int num_threads) {
