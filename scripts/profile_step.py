@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--threads", type=int, default=common.usable_cores())
     parser.add_argument("--weight-only-precision", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     options = parser.parse_args()
     from backend_engine.config.engine_args import EngineArgs
     from backend_engine.config.engine_config import KvCacheConfig
@@ -46,7 +47,7 @@ def main() -> None:
             max_seq_len=length,
             num_threads=options.threads,
             weight_only_precision=options.weight_only_precision,
-            kv_cache_config=KvCacheConfig(max_tokens=options.batch * (length + 64)),
+            kv_cache_config=KvCacheConfig(max_tokens=options.batch * (length + 64), dtype=options.kv_cache_dtype),
         )
     )
     engine.executor.start()
@@ -64,7 +65,8 @@ def main() -> None:
     common.print_json(
         {
             "batch": options.batch, "prompt": options.prompt, "threads": options.threads,
-            "weight_only_precision": options.weight_only_precision, "memory_bandwidth_gb_s": round(bandwidth, 1),
+            "weight_only_precision": options.weight_only_precision, "kv_cache_dtype": options.kv_cache_dtype,
+            "memory_bandwidth_gb_s": round(bandwidth, 1),
             "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
             "operations_ms": {kind: round(ms, 3) for kind, _, ms in operations}, "commit": common.commit(),
         }

@@ -30,7 +30,9 @@ def test_stages_and_operations_of_a_step(
         lambda executor: told.append(executor._model_engine.recorded_layers._step.num_tokens) or by_kind(executor),
     )
     arguments = ["--model", str(tmp_path), "--batch", batch, "--prompt", "40", "--steps", steps, "--threads", "2"]
-    monkeypatch.setattr(sys, "argv", ["profile_step.py", *arguments, "--weight-only-precision", "int16"])
+    monkeypatch.setattr(
+        sys, "argv", ["profile_step.py", *arguments, "--weight-only-precision", "int16", "--kv-cache-dtype", "int8"]
+    )
     profile_step.main()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told == [num_attended]

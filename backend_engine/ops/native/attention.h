@@ -100,17 +100,17 @@ static void attend_tile(const attend_op *op, attended *s, int64_t tile, int64_t 
     int num_blocks = (s->num_rows + BLOCK_ROWS_ATTENDED - 1) / BLOCK_ROWS_ATTENDED, all_seen = 1, finite = 1;
     for (int row = 0; row < s->num_rows; row++)
         all_seen &= s->first[row] <= tile + first && s->end[row] >= tile + end;
-    const int is_few = HAS_AVX2 && LANES == 8 && all_seen && s->num_rows <= FEW_ROWS;
+    const int is_few = HAS_AVX2 && all_seen && s->num_rows <= FEW_ROWS;
     const int widest = (s->num_rows + num_blocks - 1) / num_blocks;
     if (!is_few || op->pool_dtype != KV_FLOAT32)
         score_tile(op, s, first, end, now, next);
-#if HAS_AVX2 && LANES == 8
+#if HAS_AVX2
     else
         score_few_floats(op, s, now, next, end);
 #endif
     for (int row = 0; row < s->num_rows; row++)
         weigh(op, s, row, tile, num_vecs);
-#if HAS_AVX2 && LANES == 8
+#if HAS_AVX2
     if (is_few && add_few_values(op, s, first, end, now, next))
         return;
 #endif

@@ -343,7 +343,7 @@ static void weigh(const attend_op *op, attended *s, int row, int64_t tile, int64
 
 #define FEW_ROWS 4
 
-#if HAS_AVX2 && LANES == 8
+#if HAS_AVX2
 /* Scores as `product` makes them, of float32 keys, for which a tile of their own would be as large as they are. Several
  * groups of eight keys take turns, so that the sums do not wait.
  */
