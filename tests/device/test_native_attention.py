@@ -190,6 +190,25 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_on_any_number_
             assert torch.equal(torch.cat(found[request]), expected[request]), (size, num_threads)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["group_of_three", "window", "softcap_and_sinks"])
+def test_single_tokens_taken_one_after_another_are_as_alone(name: str, dtype: str) -> None:
+    """Some threads take several, and what the next one needs is fetched before it is its turn."""
+    spec, pick = SPECS[name], random.Random(name)
+    pasts = [pick.choice([0, 1, 15, 62, 63, 64, 65, 127, 128, 200]) for _ in range(41)]
+    texts = Texts([past + 1 for past in pasts], spec, 16, dtype)
+    for request, past in enumerate(pasts):
+        texts.fill(request, past)
+    rows = [(request, past, 1) for request, past in enumerate(pasts)]
+    torch.set_num_threads(1)
+    alone = [texts.step(native(), [row])[0] for row in rows]
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for count in (41, 17, 7, 2):
+            for found, expected in zip(texts.step(native(), rows[:count]), alone, strict=False):
+                assert torch.equal(found, expected), (num_threads, count)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["group_of_three", "multi_head", "window", "softcap_and_sinks", "widest"])
 def test_what_a_token_does_not_see_never_reaches_it(name: str, bad: float) -> None:

@@ -14,6 +14,7 @@
 
 #define SMALL_ATTENTION 32768 /* numbers of the cache, times queries / 4, that one thread attends sooner than two */
 #define PIECES_PER_THREAD 3
+#define ITEMS_IN_A_ROW 4 /* single tokens of a piece of work, at least, unless threads would go without */
 
 /* pool: [num_blocks, 2, tokens_per_block, num_kv_heads, head_dim] of kind pool_dtype (kv_numbers.h), K first.
  * pool_scales: of int8, the same without the last axis. k_scale, v_scale: of fp8, otherwise 1. k, v: [num_kv_heads,
@@ -167,9 +168,20 @@ INLINE attended of_head(const attended *s, int64_t i, int64_t dim) {
     return one;
 }
 
-/* Some rows of num_heads heads from `head` on: all of them in one tile after the other. */
+/* Where the first tile of a query lies; returns how many positions of it. */
+static int64_t find_first_places(const attend_op *op, const native_step *step, const int32_t *item, int64_t head,
+                                 tile_places *places) {
+    const int64_t end = item[3] + 1, first = op->window > 0 ? larger(0, end - op->window) : 0;
+    const int64_t tile = first / KEY_TILE * KEY_TILE, seen = smaller(end - tile, KEY_TILE);
+    find_places(op, step, step->block_tables + item[0] * step->table_stride, head, tile, first - tile, seen, places);
+    return seen;
+}
+
+/* Some rows of num_heads heads from `head` on: all of them in one tile after the other. after: the item whose first
+ * tile begins to be read meanwhile, or NULL.
+ */
 static void attend_rows(const attend_op *op, const native_step *step, const int32_t *item, int64_t head,
-                        int64_t num_heads, int64_t row, const attended *s) {
+                        int64_t num_heads, int64_t row, const int32_t *after, const attended *s) {
     const int32_t *table = step->block_tables + item[0] * step->table_stride;
     const int64_t vector_bytes = op->head_dim * kv_number_bytes(op->pool_dtype);
     for (int64_t i = 0; i < num_heads; i++) {
@@ -182,10 +194,13 @@ static void attend_rows(const attend_op *op, const native_step *step, const int3
     find_places(op, step, table, head, tile, first - tile, smaller(end - tile, KEY_TILE), &places[0]);
     for (int turn = 0; tile < end; tile += KEY_TILE, turn ^= 1) {
         const int64_t next = tile + KEY_TILE;
-        const int is_last = next >= end;
-        if (!is_last)
-            find_places(op, step, table, head, next, 0, smaller(end - next, KEY_TILE), &places[turn ^ 1]);
-        const int64_t ahead = is_last ? 0 : smaller(end - next, KEY_TILE);
+        int64_t ahead = 0;
+        if (next < end) {
+            ahead = smaller(end - next, KEY_TILE);
+            find_places(op, step, table, head, next, 0, ahead, &places[turn ^ 1]);
+        } else if (after) {
+            ahead = find_first_places(op, step, after, head, &places[turn ^ 1]);
+        }
         for (int64_t i = 0; i < num_heads; i++) {
             attended one = of_head(s, i, op->head_dim);
             attend_op beside = *op;
@@ -211,7 +226,7 @@ static void attend_rows(const attend_op *op, const native_step *step, const int3
  * from its beginning to its end; those of many tokens one by one, so that what they read stays near.
  */
 static void attend_item(const attend_op *op, const native_step *step, const int32_t *item, int64_t head, int64_t end,
-                        int64_t max_rows, attended *s) {
+                        int64_t max_rows, const int32_t *after, attended *s) {
     const int64_t rows = item[2] * (op->num_heads / op->num_kv_heads), passes = (rows + max_rows - 1) / max_rows;
     const int64_t together = item[2] == 1 && passes == 1 ? max_rows / rows : 1;
     for (int64_t heads; head < end; head += heads) {
@@ -219,7 +234,7 @@ static void attend_item(const attend_op *op, const native_step *step, const int3
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = rows * pass / passes;
             s->num_rows = (int)(rows * (pass + 1) / passes - row);
-            attend_rows(op, step, item, head, heads, row, s);
+            attend_rows(op, step, item, head, heads, row, head + heads < end ? 0 : after, s);
         }
     }
 }
@@ -230,21 +245,27 @@ INLINE int64_t head_groups(const attend_op *op, const native_step *step, int num
     return num_threads == 1 ? 1 : smaller(op->num_kv_heads, (wanted + items - 1) / items);
 }
 
+/* Items that are single tokens are taken several in a row, each while the next one begins to be read. */
 static int64_t attend_chunks(const attend_op *op, const native_step *step, int num_threads) {
-    const int64_t group = op->num_heads / op->num_kv_heads;
+    const int64_t group = op->num_heads / op->num_kv_heads, items = step->num_items;
     int64_t work = 0;
-    for (int64_t i = 0; i < step->num_items && work < SMALL_ATTENTION; i++) {
+    for (int64_t i = 0; i < items && work < SMALL_ATTENTION; i++) {
         const int32_t *item = step->items + 4 * i;
         const int64_t seen = item[3] + item[2], keys = op->window > 0 ? smaller(seen, op->window + item[2]) : seen;
         work += keys * op->num_kv_heads * op->head_dim * 2 * (1 + item[2] * group / 4);
     }
-    return step->num_items * (work < SMALL_ATTENTION ? 1 : head_groups(op, step, num_threads));
+    const int64_t groups = work < SMALL_ATTENTION ? 1 : head_groups(op, step, num_threads);
+    if (groups > 1 || step->num_tokens != items)
+        return items * groups;
+    const int64_t runs = smaller(items / ITEMS_IN_A_ROW, (int64_t)num_threads * CHUNKS_PER_THREAD);
+    return smaller(items, num_threads == 1 ? 1 : larger(runs, num_threads));
 }
 
-/* num_chunks: a multiple of the number of items. */
+/* Either some items, or some heads of one. */
 static void attend_chunk(const attend_op *op, const native_step *step, int64_t chunk, int64_t num_chunks,
                          float *scratch) {
-    const int64_t groups = num_chunks / step->num_items, group = chunk % groups, dim = op->head_dim;
+    const int64_t items = step->num_items, groups = num_chunks > items ? num_chunks / items : 1;
+    const int64_t group = chunk % groups, dim = op->head_dim, num_parts = num_chunks / groups;
     int64_t seen[2][MAX_ROWS_ATTENDED];
     float state[2][MAX_ROWS_ATTENDED];
     attended s = {.first = seen[0], .end = seen[1], .highest = state[0], .sum = state[1]};
@@ -256,8 +277,11 @@ static void attend_chunk(const attend_op *op, const native_step *step, int64_t c
     s.weights = s.out + max_rows * s.out_stride;
     s.keys = s.weights + max_rows * KEY_TILE;
     s.values = s.keys + dim * KEYS_STRIDE;
-    attend_item(op, step, step->items + 4 * (chunk / groups), chunk_start(op->num_kv_heads, group, groups),
-                chunk_start(op->num_kv_heads, group + 1, groups), max_rows, &s);
+    const int64_t end = chunk_start(items, chunk / groups + 1, num_parts);
+    for (int64_t i = chunk_start(items, chunk / groups, num_parts); i < end; i++)
+        attend_item(op, step, step->items + 4 * i, chunk_start(op->num_kv_heads, group, groups),
+                    chunk_start(op->num_kv_heads, group + 1, groups), max_rows,
+                    i + 1 < end ? step->items + 4 * (i + 1) : 0, &s);
 }
 
 #endif
