@@ -259,7 +259,9 @@ static void tile_panels(const dense_op *op, int64_t first, int64_t end, int64_t 
     for (int64_t panel = first; panel < end; panel += panels) {
         panels = panel + TILE_PANELS <= end && rows_of_panel(w, panel + TILE_PANELS - 1) >= PANEL ? TILE_PANELS : 1;
         const char *data = (const char *)w->data + (panel * w->columns + begin) * column_bytes;
-        const char *next = panel + panels < end ? data + panels * w->columns * column_bytes : data;
+        const char *next = data + panels * w->columns * column_bytes;
+        if (panel + panels >= end && !is_last)
+            next = (const char *)w->data + (first * w->columns + begin + length) * column_bytes;
         const float *numbers = w->kind == DENSE_F32 ? (const float *)data : memory->panels;
         const int64_t apart = w->kind == DENSE_F32 ? w->columns * PANEL : length * PANEL;
         for (int p = 0; p < panels && w->kind != DENSE_F32; p++)
