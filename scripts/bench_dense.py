@@ -30,6 +30,7 @@ def contenders(shape: tuple[int, int]) -> dict[str, Callable[[Any], Any]]:
 
     from backend_engine.ops.dense_packing import pack_dense
     from backend_engine.ops.dense_products import DenseKind, multiply_dense
+    from backend_engine.ops.native_runtime import native_runtime
 
     plain = torch.randn(shape)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, None)
@@ -43,6 +44,7 @@ def contenders(shape: tuple[int, int]) -> dict[str, Callable[[Any], Any]]:
         "FBGEMM fp16": lambda x: torch.ops.quantized.linear_dynamic_fp16(x, half),
         "FBGEMM int8": lambda x: torch.ops.quantized.linear_dynamic(x, eight, True),
     }
+    assert native_runtime() is not None, "there is no native library here to measure"
     for kind in DenseKind:
         weight = pack_dense(plain, kind)
         runs[kind.name] = lambda x, weight=weight: multiply_dense(weight, x)

@@ -62,6 +62,12 @@ def metrics(workload: str, phases: dict[str, list[Timeline]]) -> dict[str, float
     """The figures of ``METRICS`` for one run: tokens a second, or milliseconds."""
     if workload == "W3":
         return {f"{name} tokens/s": tokens_per_s(phases[name]) for name in ("cold", "warm")}
+    if workload == "W1":
+        first = [t.times[0] - t.submitted for run in phases.values() for t in run]
+        return {
+            "tokens/s": statistics.median(tokens_per_s(run) for run in phases.values()),
+            "first token ms": 1e3 * statistics.median(first),
+        }
     run = phases["run"]
     if workload == "W4":
         *streams, late = run
@@ -69,10 +75,7 @@ def metrics(workload: str, phases: dict[str, list[Timeline]]) -> dict[str, float
             "longest gap ms": 1e3 * longest_gap(streams, late.submitted),
             "long prompt's first token ms": 1e3 * (late.times[0] - late.submitted),
         }
-    found = {"tokens/s": tokens_per_s(run)}
-    if workload == "W1":
-        found["first token ms"] = 1e3 * statistics.median(t.times[0] - t.submitted for t in run)
-    return found
+    return {"tokens/s": tokens_per_s(run)}
 
 
 def tokens_per_s(timelines: list[Timeline]) -> float:

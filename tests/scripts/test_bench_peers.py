@@ -52,8 +52,9 @@ serve(Fake(), sys.stdin, sys.stdout)
 
 
 def test_the_workloads_have_the_sizes_that_their_descriptions_name() -> None:
-    one = phases("W1", 0)[0].all_jobs
-    assert [(len(job.prompt_token_ids), job.num_output_tokens) for job in one] == [(128, 128)]
+    streams = [phase.all_jobs for salt in (0, 1) for phase in phases("W1", salt)]
+    assert [[(len(j.prompt_token_ids), j.num_output_tokens) for j in jobs] for jobs in streams] == [[(128, 128)]] * 10
+    assert len({tuple(jobs[0].prompt_token_ids) for jobs in streams}) == 10
     mixed = phases("W2", 0)[0].all_jobs
     lengths, outputs = [len(job.prompt_token_ids) for job in mixed], [job.num_output_tokens for job in mixed]
     assert (len(mixed), min(lengths), max(lengths), sum(lengths)) == (16, 32, 512, 4352)
@@ -92,8 +93,9 @@ def test_tokens_per_second_count_from_the_first_request_to_the_last_token() -> N
     assert tokens_per_s([line(1.0, 2.0, 3.0), line(1.5, 2.0, 6.0)]) == pytest.approx(4 / 5)
 
 
-def test_the_first_token_counts_from_its_own_request() -> None:
-    found = metrics("W1", {"run": [line(0.5, 0.75, 1.5)]})
+def test_the_first_token_counts_from_its_own_request_and_the_middle_of_some_streams_is_taken() -> None:
+    runs = {"run 1": [line(0.5, 0.75, 1.5)], "run 2": [line(2.0, 2.1, 6.0)], "run 3": [line(7.0, 7.5, 7.6)]}
+    found = metrics("W1", runs)
     assert found == {"tokens/s": pytest.approx(2.0), "first token ms": pytest.approx(250.0)}
 
 
