@@ -86,6 +86,7 @@ class Unquantized(QuantMethod):
     def take(self, layer: WeightedLayer, weight: Tensor) -> bool:
         if not (self._wants_native and packs_densely(layer.options)):
             return False
+        assert tuple(weight.shape) == layer.weight_shape, (tuple(weight.shape), layer.weight_shape)
         layer.dense_weight = pack_dense(weight, self._kind, memory=self._memory)
         layer.weight = None
         return True
