@@ -164,8 +164,8 @@ INLINE void multiply_byte_range(const int tokens, const int_range *range, fetch_
         add_byte_products(&low##t, &high##t, w_low, w_high, codes + t, factors + t);
 #define FINISH(t)                                                                                                      \
     if (tokens > t) {                                                                                                  \
-        add_scaled(totals + t * PANEL, low##t, scales[t], 0);                                                   \
-        add_scaled(totals + t * PANEL + 8, high##t, scales[t], 0);                                              \
+        add_scaled(totals + t * PANEL, low##t, scales[t], 0);                                                          \
+        add_scaled(totals + t * PANEL + 8, high##t, scales[t], 0);                                                     \
     }
     const float *codes = range->codes, *scales = range->token_scales;
     const char *panel = range->panels[0].codes;

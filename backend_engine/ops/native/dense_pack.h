@@ -58,25 +58,17 @@ INLINE void read_piece(const pack_op *op, int64_t panel, int64_t column, piece_r
     memset(piece[rows], 0, (size_t)(PANEL - rows) * sizeof piece[0]);
 }
 
-/* The larger of `peaks` and of the magnitudes of each row, as bits, whose order is that of the magnitudes and has NaN as
- * the largest.
- */
-INLINE void add_peaks(piece_rows piece, uint32_t *peaks) {
+/* The larger of `peaks` and of the magnitudes of each row, as bits. */
+INLINE void add_peaks(piece_rows piece, int32_t *peaks) {
     for (int r = 0; r < PANEL; r++) {
-        ivec highest = {0};
-        for (int i = 0; i < PIECE; i += LANES) {
-            const ivec bits = (ivec)load(piece[r] + i) & 0x7fffffff;
-            const ivec is_higher = bits > highest;
-            highest = (bits & is_higher) | (highest & ~is_higher);
-        }
-        for (int lane = 0; lane < LANES; lane++)
-            peaks[r] = (uint32_t)highest[lane] > peaks[r] ? (uint32_t)highest[lane] : peaks[r];
+        const int32_t bits = peak_bits(piece[r], PIECE);
+        peaks[r] = bits > peaks[r] ? bits : peaks[r];
     }
 }
 
-INLINE void peaks_to_scales(const uint32_t *peaks, float highest_code, float *scales) {
+INLINE void peaks_to_scales(const int32_t *peaks, float highest_code, float *scales) {
     for (int r = 0; r < PANEL; r++)
-        scales[r] = float_of_bits(peaks[r]) / highest_code;
+        scales[r] = float_of_bits((uint32_t)peaks[r]) / highest_code;
 }
 
 /* The nearest codes, of two the even one; of what is no number zero. */
@@ -123,7 +115,7 @@ INLINE void pack_panel(const int kind, const pack_op *op, int64_t panel) {
     float *scales = (float *)w->scales + panel * PANEL * (kind == DENSE_I16 ? num_pieces : 1);
     piece_rows piece;
     if (kind == DENSE_I8 || kind == DENSE_W8A8) {
-        uint32_t peaks[PANEL] = {0};
+        int32_t peaks[PANEL] = {0};
         for (int64_t p = 0; p < num_pieces; p++) {
             read_piece(op, panel, p * PIECE, piece);
             add_peaks(piece, peaks);
@@ -133,7 +125,7 @@ INLINE void pack_panel(const int kind, const pack_op *op, int64_t panel) {
     for (int64_t p = 0; p < num_pieces; p++) {
         read_piece(op, panel, p * PIECE, piece);
         if (kind == DENSE_I16) {
-            uint32_t peaks[PANEL] = {0};
+            int32_t peaks[PANEL] = {0};
             add_peaks(piece, peaks);
             peaks_to_scales(peaks, highest_code, scales + p * PANEL);
         }
