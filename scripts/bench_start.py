@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 import bench_common as common
 from peers.environments import python_of
 from peers.model_files import model_for
+from triton_process import free_ports
 
 SCRIPTS = Path(__file__).resolve().parent
 TARGET_S = 1.0
@@ -188,17 +188,6 @@ def start_llama(form: str) -> tuple[float, float]:
             return ready_s, time.perf_counter() - started
         finally:
             process.terminate()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def answers(url: str) -> bool:

@@ -3,6 +3,7 @@
 ``launch_triton_server`` calls it. It knows nothing of models or of the server's API.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -35,6 +36,15 @@ rm -rf -- "$3"
 
 class PortInUseError(Exception):
     """A port that the server needs is taken; the message is one line that names it and its flag."""
+
+
+def free_ports(count: int = 3) -> list[int]:
+    """Return ``count`` different TCP ports of loopback that are free now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def check_ports(host: str, ports: Iterable[tuple[str, int]]) -> None:

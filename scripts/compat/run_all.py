@@ -7,7 +7,6 @@ The first run installs the clients into the cache, which takes some minutes and 
 
 import argparse
 import contextlib
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from compat.compat_table import TableError, rows_of, update_page
 from fetch_model import FetchError, fetch
 from paths import REPOSITORY_ROOT, cache_dir
 from render_repository import render_repository
-from triton_process import PortInUseError
+from triton_process import PortInUseError, free_ports
 from triton_server import ServerOptions, ServerStartError, TritonServer
 
 PAGE = REPOSITORY_ROOT / "docs" / "compatibility.md"
@@ -44,15 +43,6 @@ DECOUPLED: dict[str, Check] = {
 }  # fmt: skip
 WHOLE: dict[str, Check] = {"perf_analyzer": perf_analyzer.check, "tritonclient": tritonclient.check}
 UPSTREAM = "upstream_clients"
-
-
-def free_ports() -> list[int]:
-    """Three TCP ports of loopback that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triton_process import free_ports
 
 from tests.support.client import Server
-from tests.support.server import free_ports, running_server
+from tests.support.server import running_server
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]

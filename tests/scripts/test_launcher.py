@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from embedded_server import find_server, prepare_backends
 from launch_triton_server import build_parser, host_warning, main, options_from
-from triton_process import PortInUseError, check_ports
+from triton_process import PortInUseError, check_ports, free_ports
 from triton_server import ADMIN_HEADER, GRPC_ADMIN_HEADER, ServerOptions, ServerStartError, TritonServer
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from tests.support.launched import ECHO, SCRIPT, Launched, post, server_on, shared_memory
-from tests.support.server import free_ports, running_server, write_model
+from tests.support.server import running_server, write_model
 
 # Streams ticks until the drain file appears, then ends the stream and says so, as the engine model does.
 TICKER = """

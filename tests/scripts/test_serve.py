@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from triton_process import free_ports
 
 from tests.support.native_cache import with_native_library
-from tests.support.server import free_ports
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "scripts" / "serve.sh"

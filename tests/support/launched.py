@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from triton_process import group_members, stub_model
+from triton_process import free_ports, group_members, stub_model
 from triton_server import ADMIN_HEADER
 
 from tests.support import waiting
 from tests.support.native_cache import with_native_library
-from tests.support.server import free_ports
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_triton_server.py"
 

@@ -5,26 +5,16 @@ launcher itself. Everything goes through ``TritonServer``, as it does for users.
 """
 
 import contextlib
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from render_repository import render_repository
-from triton_process import PortInUseError
+from triton_process import PortInUseError, free_ports
 from triton_server import ServerOptions, TritonServer
 
 _PORT_ATTEMPTS = 3
-
-
-def free_ports(count: int = 3) -> list[int]:
-    """Return ``count`` different TCP ports of loopback that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 @contextlib.contextmanager
